@@ -138,7 +138,7 @@ def compare(
         comparer.run()
     inputs = tuple(describe(t) for t in captured.program.examples)
     notes += comparer.notes()
-    rows = comparer.rows()
+    rows, interrupted = comparer.rows(), comparer.interrupted
     del comparer, store, ahead
     release(where)
     return Comparison(
@@ -149,6 +149,7 @@ def compare(
         seconds=time.perf_counter() - started,
         notes=tuple(notes),
         architecture=architecture,
+        interrupted=interrupted,
     )
 
 

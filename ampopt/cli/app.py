@@ -40,6 +40,7 @@ from ampopt.errors import InputError, VerificationError
 from ampopt.ir.precisions import names_of
 from ampopt.measure import changes
 from ampopt.measure.architecture import architecture_of
+from ampopt.measure.baseline import read_baseline
 from ampopt.system import cache_folder
 from ampopt.system.standard_streams import lasting_streams
 
@@ -166,7 +167,7 @@ def _baseline(path: Path | None, threshold: float, precision: str) -> dict[str, 
         raise InputError(f"--threshold {threshold:g}: give a factor of 1 or more, such as 1.05")
     if path is None:
         return None
-    then = changes.read_baseline(path)
+    then = read_baseline(path)
     changes.check_lanes(then, set(names_of(precision)))
     return then
 

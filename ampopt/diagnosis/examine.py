@@ -167,13 +167,15 @@ def _longer_note(case: Case, lane: str, together: float) -> list[str]:
 def _time_operators(case: Case, tell: Progress) -> None:
     if case.program is None:
         return
+    weights = case.original.named_parameters(remove_duplicate=False)
+    trained = {name for name, weight in weights if weight.requires_grad}
     spent: dict[str, dict[str, Spent]] = {}
     for name, measured in case.latency.items():
         tell(name, "operators")
         program = case.start(case.lanes[name])
         assert program is not None
         for _ in range(TRIES if measured.median < SLOW_CALL_S else 1):
-            found = profiled(program, _runs(measured.median))
+            found = profiled(program, _runs(measured.median), trained)
             together = sum(each.seconds for each in found.values())
             if case.device.type != "cpu" or together <= 3 * measured.median + OWN_COST_S:
                 spent[name] = found

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,12 @@ _LEVEL = "KINETO_LOG_LEVEL"
 _CUPTI = (12, 13)
 """Versions of the library, by its name, that PyTorch is built with."""
 
+_PARAMETER, _NO_NAME = "p_", re.compile(r"\W")
+"""How `torch.export` names the model's parameters in a graph: `p_layer1_0_weight`."""
+
 _TENSOR_CORES = re.compile(r"tensorop|tensor\d+x\d+x\d+|16816|1688|[hs]884|[hiqw]g?mma|nvjet")
 
-_CASTS = ("aten::_to_copy",)
+_CAST, _COPIED = "aten::to", "aten::_to_copy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Kernel:
 class Spent:
     """What one call of a graph costs: seconds on its device (on a GPU of its kernels alone), and its kernels.
 
-    `casts` counts the conversions of dtype that it makes inside, and `casts_s` is their time in seconds.
+    `casts` counts the conversions of dtype that autocast adds to it, and `casts_s` is their time in seconds;
+    those that the operator makes itself, as `mean` does in bfloat16, are not among them.
     """
 
     seconds: float
@@ -113,19 +117,20 @@ def _detach(device: torch.device) -> None:
             library.cuptiFinalize()
 
 
-def profiled(program: Program, runs: int) -> dict[str, Spent]:
+def profiled(program: Program, runs: int, trained: Collection[str] = ()) -> dict[str, Spent]:
     """What each call of a program's graph costs, by its name, in `runs` runs after one more.
 
     It is the median of the half of the runs that took least. On a CPU the time of a short operator includes
-    what its call costs, as it does in eager.
+    what its call costs, as it does in eager. `trained` are the names of the model's weights that require
+    gradients: autocast casts each of them once in a call, however many operators read it.
     """
     with program.scope():
         entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
-        _Labelled(program).run(*entered)
+        _Labelled(program, trained).run(*entered)
         synchronize(program.device)
         with recording(program.device) as recorded:
             for _ in range(runs):
-                _Labelled(program).run(*entered)
+                _Labelled(program, trained).run(*entered)
             synchronize(program.device)
     found: dict[str, list[Spent]] = {}
     on_gpu = program.device.type == "cuda"
@@ -148,11 +153,28 @@ def least_disturbed(totals: Sequence[float]) -> list[int]:
 
 
 class _Labelled(fx.Interpreter):
-    """Runs each call in a range of the profiler that has the node's name."""
+    """Runs each call in a range of the profiler with the node's name, under an autocast as users enter it.
 
-    def __init__(self, program: Program) -> None:
+    That one keeps what it casts of weights that require gradients, until the run ends.
+    """
+
+    def __init__(self, program: Program, trained: Collection[str]) -> None:
         super().__init__(program.graph)
         self._device = program.device
+        self._trained = {_PARAMETER + _NO_NAME.sub("_", name) for name in trained}
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        before = torch.is_autocast_cache_enabled()
+        try:
+            torch.set_autocast_cache_enabled(True)
+            return super().run(*args, **options)
+        finally:
+            torch.set_autocast_cache_enabled(before)
+            torch.clear_autocast_cache()
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return value.detach().requires_grad_() if target in self._trained else value
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -191,12 +213,18 @@ def kernels_of(event: Any) -> Iterator[Kernel]:
 
 
 def _casts(event: Any) -> Iterator[Any]:
-    """The outermost conversions inside an event."""
-    for child in event.cpu_children:
-        if child.name in _CASTS:
+    """The conversions inside an event that autocast has added.
+
+    Autocast converts what an operator takes and then calls the same operator: the conversions are before that
+    call, inside the same event. What an operator converts for itself is before no call of its own name.
+    """
+    names = [child.name for child in event.cpu_children]
+    own = names.index(event.name) if event.name in names else 0
+    for child in event.cpu_children[:own]:
+        if child.name == _CAST and any(copied.name == _COPIED for copied in child.cpu_children):
             yield child
-        else:
-            yield from _casts(child)
+    for child in event.cpu_children:
+        yield from _casts(child)
 
 
 def _median(several: list[Spent]) -> Spent:

@@ -9,14 +9,12 @@ slower, such as another load of the machine: the report shows both environments.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from ampopt.errors import InputError
 from ampopt.measure.architecture import Architecture
+from ampopt.measure.sampling import Gain
 
 SURE_MS = "sure_ms"
 """The key of an interval that misses the median latency, in ms, with at most `MISS`."""
@@ -30,9 +28,11 @@ Outcome = Literal["slower", "faster", "no difference", "fails now", "fails in bo
 
 State = Literal["right", "wrong", "failed", "not measured"]
 
-
 INTERRUPTED = "not tried: interrupted"
 """The reason in rows that an interrupted run has not come to."""
+
+INTERRUPTED_THEN = "interrupted"
+"""The key that says whether Ctrl-C has ended a run before its time."""
 
 
 def is_wrong(reason: str) -> bool:
@@ -55,6 +55,13 @@ class Change:
     high: float | None = None
     reason: str = ""
 
+    @property
+    def times(self) -> Gain | None:
+        """How many times slower it is now, as a ratio with its interval; None where it is not compared."""
+        if self.ratio is None or self.low is None or self.high is None:
+            return None
+        return Gain(self.ratio, self.low, self.high)
+
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
@@ -63,12 +70,14 @@ class Changes:
     A row is slower, or faster, where its whole interval is beyond `threshold`, a factor of 1 or more. The
     gate is closed by rows that are slower, by those that were measured then and fail now: there is no
     program, or a wrong one, and by those that an interruption has left out. The time of a wrong program is
-    compared with nothing.
+    compared with nothing. Rows that there was no time for now are told, and close nothing.
     """
 
     rows: tuple[Change, ...]
     threshold: float
     environment: tuple[tuple[str, str, str], ...]
+    was_interrupted: bool = False
+    """Whether the baseline is of a run that Ctrl-C has ended."""
 
     @property
     def regressions(self) -> tuple[Change, ...]:
@@ -78,7 +87,12 @@ class Changes:
     @property
     def interrupted(self) -> tuple[Change, ...]:
         """The rows that were measured then, and that this run was interrupted before."""
-        return tuple(row for row in self.rows if row.outcome == "only then" and row.reason == INTERRUPTED)
+        return tuple(row for row in self.missing if row.reason == INTERRUPTED)
+
+    @property
+    def missing(self) -> tuple[Change, ...]:
+        """The rows that were measured then, and not now, whatever the reason."""
+        return tuple(row for row in self.rows if row.outcome == "only then")
 
     @property
     def passed(self) -> bool:
@@ -95,35 +109,12 @@ class Changes:
         return {
             "threshold": self.threshold,
             "passed": self.passed,
+            "compared": len(self.compared),
+            "not_compared": len(self.missing),
+            "baseline_interrupted": self.was_interrupted,
             "environment": [{"name": n, "then": then, "now": now} for n, then, now in self.environment],
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
-
-
-def read_baseline(path: Path) -> dict[str, Any]:
-    """The JSON of an earlier `compare`.
-
-    Raises InputError if it cannot be read, is something else, or has nothing to compare with.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise InputError(f"--baseline: there is no file {path}") from e
-    except OSError as e:
-        raise InputError(f"--baseline {path} cannot be read: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"--baseline {path} is no JSON ({e}): give the one that --json wrote") from e
-    if not _is_comparison(found):
-        raise InputError(
-            f"--baseline {path} is no comparison: give what `ampopt compare --json` or `--report x.json` of "
-            "this version wrote"
-        )
-    states = {_state(row) for row in found["rows"]}
-    if states.isdisjoint(("right", "wrong")):
-        raise InputError(f"--baseline {path} has no row that was measured: make it anew, with more --budget")
-    if "right" not in states:
-        raise InputError(f"--baseline {path} has no row whose program was right: see its reasons")
-    return dict(found)
 
 
 def check_model(then: Mapping[str, Any], model: str, architecture: Architecture | None) -> None:
@@ -182,7 +173,13 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], threshold: float) -
         tuple(row for row in rows if row is not None),
         threshold,
         tuple(value for value in values if value[1] != value[2]),
+        _was_interrupted(then),
     )
+
+
+def _was_interrupted(then: Mapping[str, Any]) -> bool:
+    """Whether a baseline is of an interrupted run; those of earlier versions say so in their rows alone."""
+    return bool(then.get(INTERRUPTED_THEN)) or any(row.get("reason") == INTERRUPTED for row in then["rows"])
 
 
 def _change(
@@ -192,7 +189,7 @@ def _change(
     before, after = ((row or {}).get("latency") or {} for row in (then, now))
     if not before and not after:
         return None
-    states = _state(then), _state(now)
+    states = state_of(then), state_of(now)
     if states != ("right", "right"):
         told = then if states[1] == "right" else now
         reason = str((told or {}).get("reason", "there is no such pass"))
@@ -205,7 +202,7 @@ def _change(
     return Change(*key, outcome, then_ms, now_ms, now_ms / then_ms, low, high)
 
 
-def _state(row: Mapping[str, Any] | None) -> State:
+def state_of(row: Mapping[str, Any] | None) -> State:
     """What came of a row in a run."""
     reason = str((row or {}).get("reason", ""))
     if row is None or row.get("latency") is None:
@@ -224,33 +221,3 @@ def _not_compared(then: State, now: State) -> Outcome:
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["lane"], row["mode"], row["name"]
-
-
-def _is_comparison(found: Any) -> bool:
-    """Whether JSON data has everything that is read from a baseline."""
-    kinds = {"model": str, "inputs": list, "environment": dict, "rows": list}
-    if not isinstance(found, dict) or not all(isinstance(found.get(n), kind) for n, kind in kinds.items()):
-        return False
-    if (known := found.get("architecture")) is not None and Architecture.read(known) is None:
-        return False
-    texts = [*found["inputs"], *found["environment"].values()]
-    return all(map(_is_row, found["rows"])) and all(isinstance(text, str) for text in texts)
-
-
-def _is_row(row: Any) -> bool:
-    if not isinstance(row, dict) or not all(isinstance(row.get(n), str) for n in ("lane", "mode", "name")):
-        return False
-    timed = row.get("latency")
-    if not isinstance(row.get("reason", ""), str):
-        return False
-    if timed is None:
-        return True
-    ends = timed.get(SURE_MS) if isinstance(timed, dict) else None
-    if not isinstance(ends, list) or len(ends) != 2:
-        return False
-    return all(_is_time(value) for value in (*ends, timed.get("p50_ms"))) and ends[0] <= ends[1]
-
-
-def _is_time(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value <= sys.float_info.max

@@ -12,7 +12,7 @@ from ampopt.document.markdown import to_markdown
 from ampopt.document.model import Document
 from ampopt.document.text import to_rich
 from ampopt.measure.architecture import Architecture
-from ampopt.measure.changes import MISS, SURE_MS, Changes, is_wrong
+from ampopt.measure.changes import INTERRUPTED_THEN, MISS, SURE_MS, Changes, is_wrong
 from ampopt.measure.compared_document import MODES, to_document
 from ampopt.measure.report import interval
 from ampopt.measure.sampling import Gain, Measurement
@@ -65,6 +65,8 @@ class Comparison:
     seconds: float
     notes: tuple[str, ...] = ()
     architecture: Architecture | None = None
+    interrupted: bool = False
+    """Whether Ctrl-C has ended it before its time: rows are missing, or their times are less sure."""
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON data, times in milliseconds."""
@@ -74,6 +76,7 @@ class Comparison:
             "environment": self.environment,
             "inputs": list(self.inputs),
             "notes": list(self.notes),
+            INTERRUPTED_THEN: self.interrupted,
             "seconds": round(self.seconds, 2),
             "rows": [
                 {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampopt.document.model import Bar, Bars, Cell, Document, Facts, Part, Points, Section, Table, Tone
 from ampopt.measure.changes import Change, Changes
+from ampopt.measure.report import interval
 from ampopt.measure.sampling import Gain
 
 if TYPE_CHECKING:
@@ -64,16 +65,44 @@ def _verdict_of_changes(changed: Changes) -> tuple[str, Tone]:
     limit = f"{changed.threshold:g}x"
     if worse := changed.regressions:
         rows = f"{len(worse)} rows are" if len(worse) > 1 else "1 row is"
-        return f"FAILED: {rows} slower than the baseline by more than {limit}, or failing.", "bad"
+        more = _not_compared(len(changed.missing))
+        return f"FAILED: {rows} slower than the baseline by more than {limit}, or failing{more}.", "bad"
     faster = sum(row.outcome == "faster" for row in changed.rows)
     both = len(changed.compared)
     if left := len(changed.interrupted):
-        rows = f"{left} rows" if left > 1 else "1 row"
-        return f"NOT PASSED: interrupted before {rows} of the baseline.", "bad"
+        more = _not_compared(len(changed.missing) - left, " more")
+        return f"NOT PASSED: interrupted before {_rows(left)} of the baseline{more}.", "bad"
     if not both:
         return "Nothing was measured in both runs: a longer --budget would fill more rows.", "warn"
     more = f"; {faster} faster by more than that" if faster else ""
+    more += _not_compared(len(changed.missing))
     return f"passed: of {both} rows none is slower than the baseline by more than {limit}{more}.", "good"
+
+
+def _not_compared(count: int, more: str = "") -> str:
+    """How many rows of the baseline this run has not measured, as the end of a verdict."""
+    if not count:
+        return ""
+    return f"; {_rows(count)}{more} of the baseline {'is' if count == 1 else 'are'} not compared"
+
+
+def _rows(count: int) -> str:
+    return f"{count} rows" if count > 1 else "1 row"
+
+
+def _notes_on(changed: Changes) -> Iterator[str]:
+    """What is missing in either run."""
+    if count := len(changed.missing):
+        were = "was" if count == 1 else "were"
+        yield (
+            f"{_rows(count)} of the baseline {were} not measured in this run, and nothing is known of them: "
+            '"only then" in the table, with the reason'
+        )
+    if changed.was_interrupted:
+        yield (
+            "the baseline is of a run that was interrupted: it lacks rows, or its times are less sure. "
+            "Make it anew"
+        )
 
 
 def _changes(changed: Changes) -> Iterator[Section]:
@@ -81,7 +110,8 @@ def _changes(changed: Changes) -> Iterator[Section]:
     both = [row for row in ordered if row.ratio is not None]
     shown = [row for row in ordered if row.outcome != "no difference"]
     columns = ("lane", "mode", "pass", "outcome", "then ms", "now ms", "now/then", "interval", "why")
-    parts: list[Part] = []
+    notes = tuple(_notes_on(changed))
+    parts: list[Part] = [Points(notes)] if notes else []
     if bars := [_bar_of_change(row) for row in shown if row.ratio is not None]:
         parts.append(Bars("Latency now over the baseline's", "times", tuple(bars), origin=1))
     if shown:
@@ -94,8 +124,8 @@ def _changes(changed: Changes) -> Iterator[Section]:
 
 
 def _change_cells(row: Change) -> tuple[str | Cell, ...]:
-    ratio = "–" if row.ratio is None else f"{row.ratio:.2f}x"
-    ends = "–" if row.low is None or row.high is None else f"{row.low:.2f} to {row.high:.2f}"
+    ratio = "–" if row.times is None else f"{row.times.ratio:.2f}x"
+    ends = "–" if row.times is None else interval(row.times)
     times = ("–" if value is None else f"{value:.3f}" for value in (row.then_ms, row.now_ms))
     outcome = Cell(row.outcome, tone=CHANGE_TONES[row.outcome])
     return row.lane, row.mode, row.name, outcome, *times, ratio, ends, row.reason

@@ -16,11 +16,12 @@ CALLED_NOW = "as you call it now"
 COLUMNS = ("lane", "pass", "verdict", "latency ms", "device ms", "gain", "error", "took", "why")
 
 
-def interval(gain: Gain) -> str:
-    """The ends of a gain's interval, rounded outwards."""
-    low = math.floor(100 * gain.low + 1e-9) / 100
-    high = math.ceil(100 * gain.high - 1e-9) / 100 if math.isfinite(gain.high) else math.inf
-    return f"{low:.2f} to {high:.2f}"
+def interval(gain: Gain, digits: int = 2) -> str:
+    """The ends of a gain's interval, rounded outwards to so many digits after the point."""
+    steps = 10**digits
+    low = math.floor(steps * gain.low + 1e-9) / steps
+    high = math.ceil(steps * gain.high - 1e-9) / steps if math.isfinite(gain.high) else math.inf
+    return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def told(gain: Gain, than: str, load: Load | None = None) -> str:

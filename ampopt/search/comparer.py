@@ -60,7 +60,7 @@ class Comparer:
         self._pairs: dict[Cell, Timed] = {}
         self._reasons: dict[Cell, str] = {}
         self._missing_s: dict[Cell, float] = {}
-        self._interrupted = False
+        self.interrupted = False
         self._took_s = 0.0
 
     def run(self) -> None:
@@ -72,7 +72,7 @@ class Comparer:
                 while self._timer.refine(self._pairs.values()):
                     check_interrupted()
         except KeyboardInterrupt:
-            self._interrupted = True
+            self.interrupted = True
         finally:
             self._took_s = self._now() - self._started
 
@@ -85,7 +85,7 @@ class Comparer:
         notes = [*self._builder.notes(), *self._store.hints]
         left = sum(row.reason == INTERRUPTED for row in self.rows())
         missing, among = left or len(self._missing()), f"of {len(self._plan.cells)} cells are not filled"
-        if self._interrupted:
+        if self.interrupted:
             notes.append(f"interrupted: {missing} {among}" if left else "interrupted: times are less sure")
         elif missing:
             notes.append(f"{missing} {among}: budget_s={self._budget_to_fill():.0f} would fill them")
@@ -196,6 +196,6 @@ class Comparer:
                 reason = f"{WITHOUT}{without.reason})"
             return ComparedPass(lane, cell.mode, name, told.after, told.gain, check.error, reason)
         reason = self._reasons.get(cell, INTERRUPTED)
-        if cell in self._missing_s and not self._interrupted:
+        if cell in self._missing_s and not self.interrupted:
             reason = f"not tried: no time left (budget_s={self._budget_to_fill():.0f} would do)"
         return ComparedPass(lane, cell.mode, name, None, None, None, reason)

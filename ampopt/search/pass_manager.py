@@ -12,6 +12,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Numerics, Pass, exits_failed, replay
 from ampopt.measure.entry import Entry, Verdict
+from ampopt.measure.report import interval
 from ampopt.search.estimates import why_not
 from ampopt.search.lane_state import LaneState
 from ampopt.search.play_off import PLAY_OFF
@@ -235,7 +236,7 @@ class PassManager(Trials):
             found, after = trial.entry.gain, trial.entry.after
             assert found is not None
             assert after is not None
-            pace = f"{found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
+            pace = f"{found.ratio:.3f}x ({interval(found, 3)})"
             if fastest is state.best:
                 self.end(trial, Verdict.REVERTED, f"none of what had lost in noise is faster: {pace}")
                 return

@@ -16,7 +16,8 @@ from ampopt.ir.size_range import Sizes, corners, shown
 from ampopt.ir.size_ranges import now
 from ampopt.measure.clocks import engine_latency, latency
 from ampopt.measure.headline import Compared, compare_fairly
-from ampopt.measure.sampling import gain
+from ampopt.measure.report import interval
+from ampopt.measure.sampling import Gain, gain
 from ampopt.search.subject import Subject, rest_s
 from ampopt.system.budget import calls_to_verify
 from ampopt.system.interrupts import check_interrupted
@@ -51,8 +52,9 @@ def find_sized_program(
         verified = verify_sizes(optimized, sized, lambda: left_s() > 0, draws=DRAWS)
         found = _compared(static, sized, min(COMPARING_S, left_s()))
         told = gain(found.before, found.after)
+        longer = Gain(1 / told.ratio, 1 / told.high, 1 / told.low)
         text = (
-            f"{1 / told.ratio:.2f}x ({1 / told.high:.2f} to {1 / told.low:.2f}) the static program's time at "
+            f"{longer.ratio:.2f}x ({interval(longer)}) the static program's time at "
             f"{_example(sized)}{_without(sized)}"
         )
         if not told.low >= 1 / MOST_SLOWER:

@@ -19,6 +19,7 @@ from ampopt.ir.transform import Declined, Engine, Family, Pass, Result, exits_fa
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.ledger import BestSoFar, Ledger
+from ampopt.measure.report import interval
 from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
 from ampopt.search.estimates import expected_s
@@ -271,7 +272,7 @@ class Trials:
             if verdict is Verdict.KEPT:
                 assert trial.entry.after is not None
                 self._keep(state, candidate, trial.entry, runs)
-            pace = f"{what}: {found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
+            pace = f"{what}: {found.ratio:.3f}x ({interval(found, 3)})"
             self.end(trial, verdict, pace)
 
     def _why_wrong_elsewhere(self, state: LaneState, candidate: Subject) -> str | None:

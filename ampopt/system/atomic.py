@@ -233,6 +233,25 @@ def locked(descriptor: int) -> bool | None:
     return True
 
 
+def remove_unless_written(path: Path) -> bool:
+    """Remove a temporary file, unless a living process holds its lock; whether it was removed.
+
+    It is removed under the lock: who has just made it notices, and begins again. Raises OSError.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) if _IS_POSIX else None
+    except OSError:  # no file, or one that may not be read: no process of this user writes it
+        descriptor = None
+    try:
+        if descriptor is not None and locked(descriptor) is False:
+            return False
+        path.unlink()
+        return True
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 def _is_at(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ampopt.errors import AmpoptError
-from ampopt.system.atomic import SUFFIX, replacing
+from ampopt.system.atomic import SUFFIX, remove_unless_written, replacing
 from ampopt.system.plain_files import open_plain, read_at_most
 
 MOST_FILES, MOST_BYTES = 256, 1 << 20
@@ -72,15 +72,15 @@ def size(folder: Path) -> tuple[int, int]:
 def clear(folder: Path) -> int:
     """Remove every file of the cache from its folder; returns the number of those that it removed.
 
-    Raises CacheError, which names them, if some could not be removed; all others are gone then.
+    What another process is writing at the moment stays: it would fail without. Raises CacheError, which names
+    those that could not be removed, if there are any; all others are gone then.
     """
     with _listing(folder):
         files = kept_files(folder)
     removed, failed = 0, []
     for file in files:
         try:
-            file.unlink()
-            removed += 1
+            removed += _remove(file)
         except FileNotFoundError:  # another process was first
             continue
         except OSError as error:
@@ -104,7 +104,8 @@ def keep(file: Path, data: bytes) -> None:
         with replacing(file) as made:
             made.write_bytes(data)
         for old in kept_files(file.parent)[:-MOST_FILES]:
-            old.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                _remove(old)
 
 
 def kept(file: Path) -> bytes | None:
@@ -138,6 +139,14 @@ def drop(file: Path) -> None:
     """Remove a file if it exists and can be removed."""
     with contextlib.suppress(OSError):
         file.unlink()
+
+
+def _remove(file: Path) -> bool:
+    """Remove a file of the cache, unless a living process is writing it. Raises OSError."""
+    if file.name.endswith(SUFFIX):
+        return remove_unless_written(file)
+    file.unlink()
+    return True
 
 
 def _found(folder: Path) -> dict[Path, os.stat_result]:

@@ -49,14 +49,23 @@ def library(source: str, *macros: str, includes: Sequence[str] = ()) -> Path:
     folder = cache_folder() or Path(_own_folder().name)
     file = folder / f"{source.partition('.')[0]}-{_key(command)}.so"
     try:
-        if file.exists() and is_ours(file):
-            os.utime(file)  # the oldest go first
-        else:
+        if not _is_kept(file):
             folder.mkdir(parents=True, exist_ok=True)
             _compile(command, file)
     except OSError as error:
         raise CompilerError(f"the compiled {source} cannot be kept in {folder}: {error}") from error
     return file
+
+
+def _is_kept(file: Path) -> bool:
+    """Whether a library is there and ours, and marked as used; another process may just be removing it."""
+    try:
+        if not is_ours(file):
+            return False
+        os.utime(file)  # the oldest go first
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @functools.cache

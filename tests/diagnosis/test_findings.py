@@ -139,7 +139,7 @@ def test_whatever_a_finding_has_no_time_for_is_noted_and_not_run(
     monkeypatch.setattr(Case, "counterfactual", refuse)
     monkeypatch.setattr(cold_calls, "latency", refuse)
     monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: set(range(4 * torch.get_num_threads())))
-    case = case_of(Untried().eval(), X)
+    case = case_of(Untried().eval(), X, spent=lambda name: Spent(1e-3, casts=1))
     elsewhere: Any = ((torch.empty(1, device="meta"),), {})
     budget = dataclasses.replace(case.budget, seconds=-9.0)
     case = dataclasses.replace(case, model=Untried().train(), given=elsewhere, budget=budget)

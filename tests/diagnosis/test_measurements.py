@@ -373,7 +373,7 @@ def test_operators_that_take_longer_together_than_the_call_are_noted(
     monkeypatch.setattr(
         examine,
         "profiled",
-        lambda program, runs: {node.name: Spent(operator_s) for node in calls(program.graph)},
+        lambda program, runs, trained: {node.name: Spent(operator_s) for node in calls(program.graph)},
     )
     case = case_of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), X)
     measure(case, tuple(case.lanes.values()), lambda *_: None)
@@ -389,7 +389,9 @@ def test_operators_that_take_longer_together_than_the_call_are_noted(
 def test_operators_that_take_far_longer_than_the_call_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed = functools.partial(Spent, 0.5)
     monkeypatch.setattr(
-        examine, "profiled", lambda program, runs: {node.name: disturbed() for node in calls(program.graph)}
+        examine,
+        "profiled",
+        lambda program, runs, trained: {node.name: disturbed() for node in calls(program.graph)},
     )
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
     found = ampopt.diagnose(model, torch.randn(1, 3, 16, 16), precision="fp32", budget_s=10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -14,9 +13,11 @@ from hypothesis import strategies as st
 
 from ampopt.document.html import to_html
 from ampopt.document.markdown import to_markdown
+from ampopt.document.text import to_text
 from ampopt.errors import InputError
 from ampopt.measure.architecture import Architecture
-from ampopt.measure.changes import INTERRUPTED, SURE_MS, changes, check_lanes, read_baseline
+from ampopt.measure.baseline import read_baseline
+from ampopt.measure.changes import INTERRUPTED, Change, Changes, changes, check_lanes
 from ampopt.measure.compared import ComparedPass, Comparison
 from ampopt.measure.sampling import Gain, Measurement
 
@@ -279,62 +280,53 @@ def test_a_further_lane_is_only_now() -> None:
     assert not found.regressions
 
 
-@pytest.mark.parametrize("kept", [[], [2]], ids=["no rows", "none measured"])
-def test_a_baseline_without_a_measured_row_is_refused(kept: list[int], tmp_path: Path) -> None:
-    data = run().to_dict()
-    (tmp_path / "b.json").write_text(json.dumps({**data, "rows": [data["rows"][at] for at in kept]}))
-    with pytest.raises(InputError, match=r"b\.json has no row that was measured: make it anew"):
-        read_baseline(tmp_path / "b.json")
+def test_rows_that_there_was_no_time_for_are_told_and_counted_by_the_verdict() -> None:
+    then, now = json.loads(json.dumps(run().to_dict())), run(reason="not tried: no time left")
+    found = changes(then, now.to_dict(), 1.05)
+    document = now.document(found)
+    assert found.passed
+    assert document.verdict == (
+        "passed: of 1 rows none is slower than the baseline by more than 1.05x; "
+        "1 row of the baseline is not compared."
+    )
+    told = "1 row of the baseline was not measured in this run, and nothing is known of them"
+    assert all(told in text for text in (to_text(document), to_markdown(document), to_html(document)))
+    data = found.to_dict()
+    assert (data["compared"], data["not_compared"], data["baseline_interrupted"]) == (1, 1, False)
 
 
-def test_a_baseline_is_read_as_it_was_written(tmp_path: Path) -> None:
-    (tmp_path / "b.json").write_text(json.dumps(run().to_dict()))
-    assert read_baseline(tmp_path / "b.json") == run().to_dict()
+def test_every_verdict_counts_what_is_not_compared() -> None:
+    then, later = run(), run(2.0)
+    more = [dataclasses.replace(then.rows[1], name=name) for name in ("a", "b", "c")]
+    then = dataclasses.replace(then, rows=(*then.rows, *more))
+    late = [dataclasses.replace(row, latency=None, reason="not tried: no time left") for row in more]
+    slower = dataclasses.replace(later, rows=(*later.rows, *late))
+    verdict = slower.document(changes(then.to_dict(), slower.to_dict(), 1.05)).verdict
+    assert verdict.endswith("or failing; 3 rows of the baseline are not compared.")
+    late[0] = dataclasses.replace(late[0], reason=INTERRUPTED)
+    ended = dataclasses.replace(run(), rows=(*run().rows, *late))
+    verdict = ended.document(changes(then.to_dict(), ended.to_dict(), 1.05)).verdict
+    assert verdict == (
+        "NOT PASSED: interrupted before 1 row of the baseline; 2 rows more of the baseline are not compared."
+    )
 
 
-def broken(path: tuple[Any, ...], value: Any) -> str:
-    """A baseline in which one value is another."""
-    data: Any = copy.deepcopy(run().to_dict())
-    place = data
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = value
-    return json.dumps(data)
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_baseline_of_an_interrupted_run_is_told_to_be_one(says_so: bool) -> None:
+    then = run(reason="" if says_so else INTERRUPTED)
+    data = dataclasses.replace(then, interrupted=says_so).to_dict()
+    if not says_so:
+        del data["interrupted"]  # as earlier versions wrote it
+    found = changes(data, run().to_dict(), 1.05)
+    assert found.passed
+    assert found.to_dict()["baseline_interrupted"] is True
+    document = run().document(found)
+    told = "the baseline is of a run that was interrupted"
+    assert all(told in text for text in (to_text(document), to_markdown(document), to_html(document)))
+    assert told not in to_text(run().document(changes(run().to_dict(), run().to_dict(), 1.05)))
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "is no comparison"),
-        ('{"model": "Net", "passes": []}', "is no comparison"),
-        (broken(("rows", 0, "latency", SURE_MS), None), "is no comparison"),
-        (broken(("rows", 0, "latency", SURE_MS), [2.0, 1.0]), "is no comparison"),
-        (broken(("rows", 0, "latency", "p50_ms"), 0), "is no comparison"),
-        (broken(("rows", 0, "latency", "p50_ms"), "1"), "is no comparison"),
-        (broken(("rows", 0, "latency", "p50_ms"), 10**400), "is no comparison"),
-        (broken(("rows", 0, "latency", SURE_MS), [1.0, 10**400]), "is no comparison"),
-        (broken(("rows", 0, "lane"), 3), "is no comparison"),
-        (broken(("rows", 0, "reason"), None), "is no comparison"),
-        (broken(("rows", 0, "reason"), 5), "is no comparison"),
-        (broken(("inputs",), [3]), "is no comparison"),
-        (broken(("architecture",), "ResNet"), "is no comparison"),
-        (broken(("architecture",), {"parameters": 3}), "is no comparison"),
-        (broken(("environment", "torch"), 3), "is no comparison"),
-    ],
-)
-def test_what_is_no_comparison_is_refused(content: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "b.json").write_text(content)
-    with pytest.raises(InputError, match=reason):
-        read_baseline(tmp_path / "b.json")
-
-
-def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no file"):
-        read_baseline(tmp_path / "b.json")
-    (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="is no JSON"):
-        read_baseline(tmp_path / "b.json")
-    with pytest.raises(InputError, match="cannot be read"):
-        read_baseline(tmp_path)
+def test_intervals_are_rounded_outwards() -> None:
+    row = Change("fp32", "alone", "p", "no difference", 1.0, 1.02, 1.024, 1.0099, 1.0501)
+    cells = to_markdown(run().document(Changes((row,), 1.05, ())))
+    assert "| 1.02x | 1.00 to 1.06 |" in cells

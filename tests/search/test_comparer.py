@@ -190,6 +190,7 @@ def test_interrupted_the_rows_so_far_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(cut.rows[key].reason.startswith("nothing to do") for key in set(cut.rows) - {*filled, *left})
     assert not [note for note in cut.notes if "budget_s" in note]
     assert f"interrupted: {len(left)} of {len(cut.rows)} cells are not filled" in cut.notes
+    assert cut.interrupted
 
 
 def test_interrupted_when_every_cell_is_filled_the_times_are_less_sure(
@@ -199,6 +200,8 @@ def test_interrupted_when_every_cell_is_filled_the_times_are_less_sure(
     cut = Compared(monkeypatch, *PASSES, cost=cost, interrupt_at=0.95 * whole.took_s)
     assert not [row for row in cut.rows.values() if row.reason == INTERRUPTED]
     assert "interrupted: times are less sure" in cut.notes
+    assert cut.interrupted
+    assert not whole.interrupted
     assert not [note for note in whole.notes if "interrupted" in note]
 
 

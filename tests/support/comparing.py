@@ -250,7 +250,7 @@ class Compared:
         comparer.run()
         self.took_s = machine.time
         self.rows = {(row.lane, row.name, row.mode): row for row in comparer.rows()}
-        self.notes = comparer.notes()
+        self.notes, self.interrupted = comparer.notes(), comparer.interrupted
 
     def __getitem__(self, key: tuple[str, str]) -> ComparedPass:
         """The FP32 row of a pass in a mode."""

@@ -108,6 +108,33 @@ def test_clearing_removes_what_others_put_there_but_no_folder(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
+def test_what_a_living_process_writes_is_not_removed_and_what_a_killed_one_left_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, left = tmp_path / f"{KEY}.json", tmp_path / f".{KEY}.onnx.{'0' * 16}{SUFFIX}"
+    left.write_bytes(b"cut off")
+    with replacing(file) as made:
+        made.write_bytes(b"whole")
+        os.utime(made, (0, 0))
+        assert clear(tmp_path) == 1
+        assert os.listdir(tmp_path) == [made.name]
+        monkeypatch.setattr(cache_folder, "MOST_FILES", 1)
+        keep(tmp_path / LIBRARY, b"makes room")
+        assert made.exists()
+    assert kept(file) == b"whole"
+    assert clear(tmp_path) == 2
+
+
+def test_where_no_lock_tells_who_writes_everything_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.system.atomic.locked", lambda _descriptor: None)
+    (tmp_path / f".{KEY}.onnx.{'0' * 16}{SUFFIX}").write_bytes(b"cut off")
+    (tmp_path / f".{KEY}.json.{'0' * 16}{SUFFIX}").symlink_to("nowhere")
+    assert clear(tmp_path) == 2
+    assert not os.listdir(tmp_path)
+
+
 def test_odd_files_are_the_first_to_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_folder, "MOST_FILES", 1)
     os.mkfifo(tmp_path / f"{KEY}.onnx")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ampopt.system import native
+from ampopt.system.cache_folder import clear
 from ampopt.system.native import CompilerError, library
 from tests.support.compiler import needs_compiler
 
@@ -52,6 +57,49 @@ def test_it_is_compiled_again_when_the_cache_was_cleared(source: Path) -> None:
     path = library("sample.cpp", "ANSWER=3")
     path.unlink()
     assert answer(library("sample.cpp", "ANSWER=3")) == 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("removed_before", ["lstat", "utime"])
+def test_it_is_compiled_again_when_the_cache_is_cleared_meanwhile(
+    removed_before: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = library("sample.cpp", "ANSWER=3")
+
+    place: Any = os if removed_before == "utime" else Path
+    looks: Callable[..., Any] = getattr(place, removed_before)
+
+    def cleared(file: Path, *args: Any) -> Any:
+        monkeypatch.undo()
+        monkeypatch.setattr(native, "SOURCES", source.parent)
+        monkeypatch.setenv("AMPOPT_CACHE", str(path.parent))
+        path.unlink()
+        return looks(file, *args)
+
+    monkeypatch.setattr(place, removed_before, cleared)
+    assert answer(library("sample.cpp", "ANSWER=3")) == 3
+
+
+@needs_compiler
+def test_clearing_the_cache_while_it_is_compiled_does_no_harm(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = subprocess.run
+
+    def compiled_and_cleared(*args: Any, **options: Any) -> Any:
+        done = run(*args, **options)
+        clear(source.parent.parent / "cache")
+        return done
+
+    monkeypatch.setattr(subprocess, "run", compiled_and_cleared)
+    copy = shutil.copyfile
+
+    def copied_and_cleared(made: Path, kept: Path) -> None:
+        copy(made, kept)
+        clear(kept.parent)
+
+    monkeypatch.setattr(shutil, "copyfile", copied_and_cleared)
+    assert answer(library("sample.cpp", "ANSWER=8")) == 8
 
 
 @needs_compiler

@@ -14,14 +14,15 @@ def find(case: Case) -> Iterator[Finding]:
     for name, lane in case.lanes.items():
         if not lane.is_mixed:
             continue
-        spent = [layer.spent[name] for layer in case.layers if name in layer.spent]
+        casting = [layer for layer in case.layers if name in layer.spent and layer.spent[name].casts]
+        if not casting:
+            continue
+        spent = [layer.spent[name] for layer in casting]
         count, seconds = sum(each.casts for each in spent), sum(each.casts_s for each in spent)
         ran = case.rewritten("with the casts in the graph and the weights cast once", lane, BakeAutocast())
-        if not count or ran is None or not ran[0].helps:
+        if ran is None or not ran[0].helps:
             continue
-        worst = sorted(
-            case.layers, key=lambda layer: -(layer.spent[name].casts_s if name in layer.spent else 0)
-        )
+        worst = sorted(casting, key=lambda layer: -layer.spent[lane.name].casts_s)
         yield Finding(
             "autocast-casts",
             f"autocast makes {counted(count, 'cast, which takes', 'casts, which take')} {1e3 * seconds:.3g} "
