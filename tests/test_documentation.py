@@ -29,9 +29,7 @@ THEIRS = {"RemoveDoubleRelu"}
 def blocks() -> Iterator[tuple[str, str, str]]:
     """The page, the language and the text of each code block."""
     for page in PAGES:
-        for language, text in re.findall(
-            r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
-        ):
+        for language, text in BLOCK.findall(page.read_text()):
             yield page.name, language, text
 
 
