@@ -17,6 +17,7 @@ from ampopt.engines.onnx_pool_sizes import round_sizes_down
 from ampopt.engines.onnx_registry import registry_kept
 from ampopt.engines.onnx_rules import constants_apart, exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
+from ampopt.ir.adaptive_forms import TO_SIZES
 from ampopt.ir.capturing import capturing
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.graph import aten, calls, cast_for_readers, copy_of, dtype_of, finish, insert_call, where
@@ -118,10 +119,13 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
     dynamic = shapes if any(dims) else None
     if any(index >= 2 for named in dims for index in named):
         check_varying(graph)
+    is_of_pixels = any(index >= 1 for named in dims for index in named)
     with capturing(), torch.no_grad(), older_flags_readable(), EmulatedHalf():
         fitting = with_numbers_that_fit(graph, examples)
         if any(dims):
-            sized = with_numbers_as_tensors(fitting, examples)
+            sized = with_forms(
+                with_numbers_as_tensors(fitting, examples), examples, TO_SIZES if is_of_pixels else {}
+            )
         else:
             sized = with_forms(fitting, examples, BY_NUMBER)
         stable = with_stable_forms(sized, examples)
