@@ -248,7 +248,8 @@ def _failing_node(error: BaseException) -> fx.Node | None:
 
     A number that the innermost function was at is an operand of that node, and has no line of its own.
     """
-    found, current = list[fx.Node](), error
+    found = list[fx.Node]()
+    current: BaseException | None = error
     while current is not None:
         for frame, _ in reversed(list(traceback.walk_tb(current.__traceback__))):
             node = frame.f_locals.get("node", frame.f_locals.get("n"))

@@ -53,7 +53,7 @@ def with_numbers_as_tensors(module: fx.GraphModule, examples: Sequence[Tensor]) 
     for node in calls(changed):
         if not isinstance(node.target, OpOverload) or not any(map(is_number, node.all_input_nodes)):
             continue
-        form = FORMS.get(node.target, partial(_with_tensors, device=examples[0].device))
+        form: Callable[..., Any] = FORMS.get(node.target, partial(_with_tensors, device=examples[0].device))
         made = form(partial(insert_call, changed, node), node)
         if made is not None:
             made.meta["tensor_meta"] = node.meta["tensor_meta"]
@@ -61,12 +61,14 @@ def with_numbers_as_tensors(module: fx.GraphModule, examples: Sequence[Tensor]) 
     return finish(changed)
 
 
-def _with_tensors(call: Call, node: fx.Node, device: torch.device) -> fx.Node | None:
+def _with_tensors(call: Call, node: fx.Node, device: torch.device) -> Any:
     """The call with tensors for its numbers; None where there is none, or no operator that takes tensors."""
-    values, kinds = arguments(node), _kinds(node.target)
+    values, called = arguments(node), node.target
+    assert isinstance(called, OpOverload)
+    kinds = _kinds(called)
     made_of_sizes = {name for name, value in values.items() if is_number(value)}
     made_of_sizes = {name for name in made_of_sizes if kinds[name] in ("number", "Tensor")}
-    target = _for_tensors(node.target, made_of_sizes)
+    target = _for_tensors(called, made_of_sizes)
     if not made_of_sizes or target is None:
         return None
     wanted = _kinds(target)
@@ -91,7 +93,8 @@ def _for_tensors(target: OpOverload, names: set[str]) -> OpOverload | None:
     """The overload that has tensors for these arguments, and maybe for other numbers; None: there is none."""
     kinds = _kinds(target)
     packet = target.overloadpacket
-    for other in (target, *(getattr(packet, each) for each in packet.overloads())):
+    others: list[OpOverload] = [getattr(packet, each) for each in packet.overloads()]
+    for other in (target, *others):
         found = _kinds(other)
         is_alike = found.keys() == kinds.keys() and all(
             found[name] == "Tensor" if name in names else found[name] in (kind, "Tensor")
@@ -120,7 +123,7 @@ def _dtype(node: fx.Node, number: Any) -> torch.dtype:
     return torch.result_type(like, kind(1))
 
 
-def _rolled(call: Call, node: fx.Node) -> fx.Node:
+def _rolled(call: Call, node: fx.Node) -> Any:
     values = arguments(node)
     source, dims = values["self"], values["dims"]
     result = source if dims else call(aten.flatten.using_ints, source)
@@ -132,7 +135,7 @@ def _rolled(call: Call, node: fx.Node) -> fx.Node:
     return result if dims else call(aten.view_as.default, result, source)
 
 
-def _repeated(call: Call, node: fx.Node) -> fx.Node:
+def _repeated(call: Call, node: fx.Node) -> Any:
     values = arguments(node)
     source, dim, rank = values["self"], values["dim"], len(shape_of(values["self"]))
     if dim is None:
@@ -147,7 +150,7 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, Sequence) else [value]
 
 
-FORMS: Mapping[Any, Callable[[Call, fx.Node], fx.Node]] = {
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.roll.default: _rolled,
     aten.repeat_interleave.self_int: _repeated,
 }
