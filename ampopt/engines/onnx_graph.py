@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from ampopt.engines.onnx_names import move_weights_apart
 from ampopt.engines.onnx_pool_sizes import round_sizes_down
 from ampopt.engines.onnx_registry import registry_kept
 from ampopt.engines.onnx_rules import constants_apart, exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
+from ampopt.ir.adaptive_forms import TO_SIZES
 from ampopt.ir.capturing import capturing
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.graph import aten, calls, cast_for_readers, copy_of, dtype_of, finish, insert_call, where
@@ -26,6 +28,7 @@ from ampopt.ir.program import Program
 from ampopt.ir.resize_forms import BY_NUMBER, check_varying
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.size_forms import use_exact_sizes
+from ampopt.ir.size_numbers import with_numbers_as_tensors
 from ampopt.ir.size_range import Sizes
 from ampopt.ir.stable_forms import with_forms, with_stable_forms
 from ampopt.system.flags import older_flags_readable
@@ -116,9 +119,15 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
     dynamic = shapes if any(dims) else None
     if any(index >= 2 for named in dims for index in named):
         check_varying(graph)
+    is_of_pixels = any(index >= 1 for named in dims for index in named)
     with capturing(), torch.no_grad(), older_flags_readable(), EmulatedHalf():
         fitting = with_numbers_that_fit(graph, examples)
-        sized = fitting if any(dims) else with_forms(fitting, examples, BY_NUMBER)
+        if any(dims):
+            sized = with_forms(
+                with_numbers_as_tensors(fitting, examples), examples, TO_SIZES if is_of_pixels else {}
+            )
+        else:
+            sized = with_forms(fitting, examples, BY_NUMBER)
         stable = with_stable_forms(sized, examples)
         stable = copy_of(with_integer_forms(stable, examples, is_dynamic=any(dims)))
         move_weights_apart(stable)
@@ -229,19 +238,30 @@ def _explain(error: Exception) -> str:
     reason = textwrap.shorten(str(causes[-1]) or type(causes[-1]).__name__, 300, placeholder=" …")
     if node is None:
         return f"the model cannot be exported to ONNX: {reason}"
+    if "SymbolicTensor" in reason and any(map(_is_of_sizes, node.all_input_nodes)):
+        reason = "sizes, which vary, make a number that ONNX has as a constant; export with static shapes"
     return f"ONNX cannot express {node.target}, {where(node)}: {reason}"
 
 
 def _failing_node(error: BaseException) -> fx.Node | None:
-    """The node that an exporter was at when it failed: only the frames of its traceback know."""
+    """The node that an exporter was at when it failed: only the frames of its traceback know.
+
+    A number that the innermost function was at is an operand of that node, and has no line of its own.
+    """
+    found = list[fx.Node]()
     current: BaseException | None = error
     while current is not None:
         for frame, _ in reversed(list(traceback.walk_tb(current.__traceback__))):
-            found = frame.f_locals.get("node", frame.f_locals.get("n"))
-            if isinstance(found, fx.Node) and found.op == "call_function":
-                return found
+            node = frame.f_locals.get("node", frame.f_locals.get("n"))
+            if isinstance(node, fx.Node) and node.op == "call_function":
+                found.append(node)
         current = current.__cause__
-    return None
+    return next((node for node in found if not _is_of_sizes(node)), found[0] if found else None)
+
+
+def _is_of_sizes(node: fx.Node) -> bool:
+    """Whether a call computes a number of sizes."""
+    return node.target is aten.sym_size.int or not isinstance(node.target, OpOverload)
 
 
 def rename_dims(model: Any, dims: Dims) -> None:

@@ -141,8 +141,6 @@ def test_the_other_sizes_are_multiples_and_one_more_and_odd_for_a_batch_of_one()
 
 
 RESIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "adaptive_avg_pool2d": lambda m, x: F.adaptive_avg_pool2d(m.conv(x), (3, 5)),
-    "adaptive_max_pool2d": lambda m, x: F.adaptive_max_pool2d(m.conv(x), 2),
     "upsample_nearest2d": lambda m, x: F.interpolate(m.conv(x), size=(int(x.shape[2] * 0.3) + 1, 7)),
 }
 

@@ -1,0 +1,79 @@
+"""Poolings to a size have PyTorch's windows in ONNX files, whatever the size of the image; means keep NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.errors import ExportError
+from ampopt.ir.adaptive_forms import maxima_of_windows, means_of_windows
+from tests.helpers import Model
+from tests.support.exporting import export, run
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+X = torch.randn(1, 4, 16, 24)
+DYNAMIC = {"inputs_0": {2: "height", 3: "width"}}
+SIZES = ((16, 24), (9, 13), (17, 40), (12, 12), (2, 7), (1, 1))
+
+POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "means": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "maxima": lambda x: F.adaptive_max_pool2d(x, (3, 2)),
+    "means of tiles": lambda x: F.adaptive_avg_pool2d(x, 4),
+    "maxima of tiles": lambda x: F.adaptive_max_pool2d(x, (4, 1)),
+    "means of a row": lambda x: F.adaptive_avg_pool1d(x.flatten(2), 5),
+    "maxima of a row": lambda x: F.adaptive_max_pool1d(x.flatten(2), 5),
+    "means of a volume": lambda x: F.adaptive_avg_pool3d(x[None], (2, 3, 5)),
+    "maxima of a volume": lambda x: F.adaptive_max_pool3d(x[None], (2, 3, 5)),
+    "one row of means": lambda x: F.adaptive_avg_pool2d(x, (1, None)),
+    "half as many means": lambda x: F.adaptive_avg_pool2d(x, (x.shape[2] // 2 + 1, 3)),
+    "more means than pixels": lambda x: F.adaptive_avg_pool2d(x, (20, 30)),
+    "means of an image": lambda x: F.adaptive_avg_pool2d(x[0], (3, 2)),
+    "all pixels": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "the largest pixel": lambda x: F.adaptive_max_pool2d(x, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_windows_are_pytorchs_at_every_size(dtype: torch.dtype, tmp_path: Path) -> None:
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(pooling(x) for pooling in POOLINGS.values())
+
+    path = tmp_path / "m.onnx"
+    export(Model(lambda m, x: forward(x)), path, X.to(dtype), dynamic=DYNAMIC)
+    for height, width in SIZES:
+        x = torch.randn(1, 4, height, width)
+        x[0, 1, 0, 0], x[0, 2] = torch.inf, -torch.inf
+        spoilt = x.clone()
+        spoilt[0, 0, height // 2, width // 2] = torch.nan
+        limit = 1e-5 if dtype is torch.float32 else 2e-3
+        for given in (x.to(dtype), spoilt.to(dtype)):
+            for name, found, expected in zip(POOLINGS, run(path, given), forward(given), strict=True):
+                if "mean" in name or given.isnan().sum() == 0:  # ONNX Runtime's maxima lose NaN
+                    torch.testing.assert_close(
+                        torch.from_numpy(found), expected, rtol=limit, atol=limit, equal_nan=True, msg=name
+                    )
+
+
+@pytest.mark.parametrize("size", range(1, 40))
+def test_every_number_of_windows(size: int) -> None:
+    row = torch.randn(2, size, dtype=torch.float64)
+    for count in range(1, 25):
+        torch.testing.assert_close(means_of_windows(row, [count]), F.adaptive_avg_pool1d(row, count))
+        assert maxima_of_windows(row, [count]).equal(F.adaptive_max_pool1d(row, count))
+
+
+def test_places_of_maxima_are_refused_where_sizes_vary(tmp_path: Path) -> None:
+    def places(_: object, x: Tensor) -> Tensor:
+        return F.adaptive_max_pool2d(x, (3, 2), return_indices=True)[1]
+
+    with pytest.raises(
+        ExportError, match=r"tells places, and sizes vary: adaptive_max_pool2d \(\w+.py:\d+\)"
+    ):
+        export(Model(places), tmp_path / "m.onnx", X, dynamic=DYNAMIC)

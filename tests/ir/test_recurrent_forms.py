@@ -1,0 +1,122 @@
+"""LSTMs that project their hidden state give in ONNX Runtime what they give in PyTorch, NaN included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampopt.engines.executable import executable
+from ampopt.ir.lanes import FP32
+from ampopt.passes import OnnxRuntime
+from tests.deploy.test_runtime_io import lane_module
+from tests.helpers import BF16, Model, eager_of, program_of
+from tests.support.exporting import export, run
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
+
+STEPS, BATCH, FEATURES, HIDDEN, KEPT = 5, 3, 4, 6, 2
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "one without biases": {"bias": False},
+    "one of batches": {"batch_first": True},
+    "one in both directions": {"bidirectional": True},
+    "two": {"num_layers": 2},
+    "two in both directions, of batches": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+    "two in both directions without biases": {"num_layers": 2, "bidirectional": True, "bias": False},
+}
+
+
+def _layer(**options: Any) -> nn.LSTM:
+    torch.manual_seed(0)
+    return nn.LSTM(FEATURES, HIDDEN, proj_size=KEPT, **options).eval()
+
+
+def _states(layer: nn.LSTM, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    count = layer.num_layers * (1 + layer.bidirectional)
+    return torch.randn(count, batch, KEPT), torch.randn(count, batch, HIDDEN)
+
+
+def _inputs(layer: nn.LSTM, with_states: bool, batch: int = BATCH) -> tuple[Tensor, ...]:
+    shape = (batch, STEPS, FEATURES) if layer.batch_first else (STEPS, batch, FEATURES)
+    return (torch.randn(shape), *(_states(layer, batch) if with_states else ()))
+
+
+def _all_of(m: Any, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    result, (hidden, cell) = m.l(x, states or None)
+    return result, hidden, cell
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_file_has_every_output(name: str, with_states: bool, tmp_path: Path) -> None:
+    layer, path = _layer(**LAYERS[name]), tmp_path / "m.onnx"
+    model, inputs = Model(_all_of, l=layer), _inputs(layer, with_states)
+    export(model, path, *inputs)
+    for found, expected in zip(run(path, *inputs), model(*inputs), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_a_file_of_the_amp_lane(with_states: bool, tmp_path: Path) -> None:
+    layer = _layer(**LAYERS["two in both directions, of batches"])
+    fast = lane_module(Model(_all_of, l=layer), *_inputs(layer, with_states), lane=BF16)
+    assert fast.export_onnx(tmp_path / "m.onnx").verified
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_a_file_takes_other_batches(batch: int, tmp_path: Path) -> None:
+    layer, path = _layer(**LAYERS["two in both directions, of batches"]), tmp_path / "m.onnx"
+    model = Model(_all_of, l=layer)
+    dynamic = {f"inputs_{place}": {dim: "batch"} for place, dim in enumerate((0, 1, 1))}
+    export(model, path, *_inputs(layer, True), dynamic=dynamic)
+    inputs = _inputs(layer, True, batch)
+    for found, expected in zip(run(path, *inputs), model(*inputs), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [_layer(), _layer(bidirectional=True)], ids=["one", "two"])
+def test_a_single_step(layer: nn.LSTM, tmp_path: Path) -> None:
+    x, path = torch.randn(1, BATCH, FEATURES), tmp_path / "m.onnx"
+    model = Model(_all_of, l=layer)
+    export(model, path, x, *_states(layer))
+    export(Model(lambda m, v: m.l(v)[0], l=layer), path, x[:, 0])
+
+
+def test_nan_and_infinity_spread_as_in_eager() -> None:
+    layer = _layer(bidirectional=True)
+    model, inputs = Model(_all_of, l=layer), _inputs(layer, True)
+    serve = executable(OnnxRuntime(session=()).apply(program_of(model, *inputs)).program)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for place, tensor in enumerate(inputs[:2]):
+            for index in range(tensor.numel()):
+                spoilt = tensor.clone()
+                spoilt.view(-1)[index] = value
+                given = (*inputs[:place], spoilt, *inputs[place + 1 :])
+                for expected, found in zip(eager_of(model, given, FP32), serve(*given), strict=True):
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+CELLS: dict[str, Callable[[], nn.Module]] = {
+    "LSTMCell": lambda: nn.LSTMCell(FEATURES, HIDDEN),
+    "GRUCell": lambda: nn.GRUCell(FEATURES, HIDDEN),
+    "RNNCell": lambda: nn.RNNCell(FEATURES, HIDDEN, nonlinearity="relu"),
+    "RNNCell without biases": lambda: nn.RNNCell(FEATURES, HIDDEN, bias=False),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_are_as_they_were(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model(lambda m, x: m.c(x) if name == "LSTMCell" else (m.c(x), m.c(x, m.c(x))), c=CELLS[name]())
+    x, path = torch.randn(BATCH, FEATURES), tmp_path / "m.onnx"
+    export(model, path, x)
+    for found, expected in zip(run(path, x), model(x), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-6)
