@@ -49,6 +49,7 @@ from ampopt.system.interrupts import check_interrupted, interruptible, watched
 from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
 from ampopt.system.turns import optimizing
+from ampopt.system.wording import argument
 
 WORTH_A_STAGE_S = 20.0
 """From this time budget on, a GPU's rehearsal process is started at once: it is probably needed."""
@@ -267,7 +268,7 @@ def _optimize(
     )
     result = parts.run()
     if options.dynamic is not None:
-        result.report.notes.append("dynamic= has no effect on a model that is not one graph")
+        result.report.notes.append(f"{argument('dynamic=')} has no effect on a model that is not one graph")
     return result, options
 
 
@@ -312,12 +313,12 @@ def _budget_note(options: Options, call_s: float | None) -> str | None:
         return None
     is_slow = call_s is not None and options.budget_s <= default_budget_s(call_s)
     why = f"a call takes {call_s:.2g} s here" if is_slow else "its capture took long"
-    return f"the time budget was {options.budget_s:.0f} s, because {why}: budget_s sets another"
+    return f"the time budget was {options.budget_s:.0f} s, because {why}: {argument('budget_s')} sets another"
 
 
 def io_note(original: nn.Module) -> str | None:
     """A note for the report if the result takes and gives other dtypes than the model."""
     if not isinstance(original, LaneIO):
         return None
-    name = str(original.dtype).removeprefix("torch.")
-    return f'io="lane": it takes and gives {name}; "{CALLED_NOW}" is the original in its own dtypes'
+    name, asked = str(original.dtype).removeprefix("torch."), argument("io", "lane")
+    return f'{asked}: it takes and gives {name}; "{CALLED_NOW}" is the original in its own dtypes'

@@ -44,6 +44,7 @@ from ampopt.system.environment import environment
 from ampopt.system.memory import release
 from ampopt.system.plain_files import path_of
 from ampopt.system.process_state import process_kept
+from ampopt.system.wording import argument
 
 logger = logging.getLogger("ampopt")
 
@@ -216,12 +217,12 @@ def _device(device: torch.device | str | None) -> torch.device:
     try:
         where = torch.device(device or ("cuda" if has_gpu else "cpu"))
     except RuntimeError as error:
-        raise InputError(f"device={device!r} is no device: choose 'cpu' or 'cuda'") from error
+        raise InputError(f"{argument('device', device)} is no device: choose 'cpu' or 'cuda'") from error
     if where.type == "cpu":
         return torch.device("cpu")
     index = torch.cuda.current_device() if has_gpu and where.index is None else where.index or 0
     if where.type != "cuda" or index >= (torch.cuda.device_count() if has_gpu else 0):
-        raise InputError(f"device={device!r} is not on this machine: leave it out, or use 'cpu'")
+        raise InputError(f"{argument('device', device)} is not on this machine: leave it out, or use 'cpu'")
     return torch.device("cuda", index)
 
 
@@ -250,7 +251,7 @@ def _own(
         return _for_sizes(captured, recipe, name, changed, notes)
     if changed is not None:
         made, what = changed
-        notes.append(f"{made}, so measured anew: {what} (budget_s limits how long)")
+        notes.append(f"{made}, so measured anew: {what} ({argument('budget_s')} limits how long)")
         lane = files.manifest["lane"]["name"]
         low = recipe.lane.autocast if device.type == "cpu" else None
         options = Options(precision=lane, tolerance=recipe.tolerance, amp_dtype=low).within(budget_s)

@@ -46,6 +46,7 @@ from ampopt.system.memory import release
 from ampopt.system.plain_files import path_of
 from ampopt.system.process_state import imports_kept, process_kept
 from ampopt.system.turns import optimizing
+from ampopt.system.wording import argument
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -212,7 +213,7 @@ def _batches(batches: object) -> tuple[int, ...]:
     found = tuple(batches) if isinstance(batches, Iterable) else ()
     are_sizes = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in found)
     if not isinstance(batches, Iterable) or not are_sizes:
-        raise InputError(f"batches={batches!r}: give whole numbers from 1 on, as (1, 2, 4, 8)")
+        raise InputError(f"{argument('batches', batches)}: give whole numbers from 1 on, as (1, 2, 4, 8)")
     return found
 
 

@@ -29,6 +29,7 @@ from ampopt.search.progress import progress_line
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.memory import release
+from ampopt.system.wording import argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +44,16 @@ class Asked:
         """Raise InputError for anything that only a training step has."""
         given = [name for name in ("loss", "optimizer", "step") if getattr(self, name) is not None]
         if given:
-            raise InputError(f"{given[0]}= is of a training step: give train=True, too")
+            what, train = argument(f"{given[0]}="), argument("train", True)
+            raise InputError(f"{what} is of a training step: give {train}, too")
 
 
 def refuse_with_train(**given: Any) -> None:
     """Raise InputError for options that a training step does not have."""
     for name, value in given.items():
         if value:
-            raise InputError(f"{name}= is of a call, not of a training step: leave it out with train=True")
+            what, train = argument(f"{name}="), argument("train", True)
+            raise InputError(f"{what} is of a call, not of a training step: leave it out with {train}")
 
 
 def diagnose_training(
@@ -135,7 +138,7 @@ def _notes(model: nn.Module, asked: Asked, spare: Sequence[str]) -> Iterator[str
     elif asked.loss is None:
         yield (
             "no loss was given: it is the mean square of the outputs in all ways but your step, which they "
-            "are not comparable with; give loss=, too"
+            f"are not comparable with; give {argument('loss=')}, too"
         )
     if spare:
         yield (

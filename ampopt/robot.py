@@ -29,6 +29,7 @@ from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions, onnxrun
 from ampopt.ort.tuning import tune
 from ampopt.system.heap import trim_heap
 from ampopt.system.standard_streams import lasting_streams
+from ampopt.system.wording import argument, in_options
 
 __all__ = ["RobotModel", "load", "main"]
 
@@ -73,9 +74,10 @@ def load(
     InputError for an unknown engine, or OpenVINO with a provider.
     """
     if engine not in ENGINES:
-        raise InputError(f"engine={engine!r}: choose 'onnxruntime', 'openvino', or None")
+        raise InputError(f"{argument('engine', engine)}: choose 'onnxruntime', 'openvino', or None")
     if engine == "openvino" and provider is not None:
-        raise InputError(f"provider={provider!r} is ONNX Runtime's: leave it out, or engine='openvino'")
+        given, alone = argument("provider", provider), argument("engine", "openvino")
+        raise InputError(f"{given} is ONNX Runtime's: leave it out, or {alone}")
     files = open_bundle(path, verify_key=verify_key)
     if MODEL not in files.names:
         raise BundleError(f"{os.fspath(path)} holds no {MODEL}: save it again with its ONNX model")
@@ -193,6 +195,7 @@ def _retuned(model: bytes | Path, runner: Runner, files: BundleFiles, seconds: f
     return OnnxRunner(model, tuning.best)
 
 
+@in_options()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Load a bundle, measure it, print JSON; exit code 0: passed, 1: frames too late, 2: refused.
 

@@ -36,6 +36,7 @@ from ampopt.errors import BundleError
 from ampopt.system.atomic import replacing
 from ampopt.system.places import place_of, told
 from ampopt.system.plain_files import path_of
+from ampopt.system.wording import argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +209,7 @@ def _small(container: Container, name: str, most: int) -> bytes:
 def _check_signature(key: str | Path, manifest: bytes, signature: bytes | None) -> None:
     if signature is None:
         raise RefusedError(
-            "it is not signed", "let its maker save it with the key, or do without `verify_key`"
+            "it is not signed", f"let its maker save it with the key, or do without {argument('verify_key')}"
         )
     if not is_signed(key, manifest, signature):
         raise RefusedError(

@@ -32,7 +32,6 @@ from ampopt.cli.options import (
     write,
     write_report,
 )
-from ampopt.cli.wording import told
 from ampopt.document import text
 from ampopt.document.markdown import to_markdown
 from ampopt.document.render import to_json
@@ -43,6 +42,7 @@ from ampopt.measure.architecture import architecture_of
 from ampopt.measure.baseline import read_baseline
 from ampopt.system import cache_folder
 from ampopt.system.standard_streams import lasting_streams
+from ampopt.system.wording import in_options
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command("diagnose")(cli_diagnose.diagnose)
@@ -142,15 +142,15 @@ def run(
             if json_file is not None:
                 write(json_file, to_json(document))
             if markdown_file is not None:
-                write(markdown_file, to_markdown(told(document)))
+                write(markdown_file, to_markdown(document))
         finally:  # where a file cannot be written, what was found is at least seen
             screen = console()
             if not comparing:
-                screen.print(terminal.to_rich(told(found), everything=verbose))
+                screen.print(terminal.to_rich(found, everything=verbose))
             elif screen.is_terminal:
-                screen.print(text.to_rich(told(document)))
+                screen.print(text.to_rich(document))
             else:
-                screen.print(to_markdown(told(document)), soft_wrap=True)
+                screen.print(to_markdown(document), soft_wrap=True)
         if not comparing and found.lanes and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
         if differing is not None:
@@ -250,9 +250,11 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _options_of_all(
+    context: typer.Context,
     version: Annotated[  # noqa: ARG001
         bool, Option("--version", "-V", callback=_print_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
     """Makes PyTorch vision models fast: every optimization is applied, verified, timed, kept or reverted."""
+    context.with_resource(in_options())
     cache_folder.cache_folder()  # of the current folder as it is before a model's code runs

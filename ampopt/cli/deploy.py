@@ -25,7 +25,6 @@ from ampopt.cli.options import (
     write,
     write_report,
 )
-from ampopt.cli.wording import in_options
 from ampopt.document.render import finite
 from ampopt.errors import ExportError, InputError
 from ampopt.measure.field_document import to_document
@@ -316,7 +315,7 @@ def _table(found: FieldReport) -> Table:
 
 def _conclude(model: LoadedModel, judgment: Judgment) -> None:
     for note in model.notes:
-        console().print(f"note: {in_options(note)}")
+        console().print(f"note: {note}")
     for backend, measured in model.choice.items():
         console().print(f"{'chosen' if backend == model.backend else 'not chosen'}: {backend}, {measured}")
     console().print(f"self-test: passed on {model.backend}")

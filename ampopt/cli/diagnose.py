@@ -21,7 +21,6 @@ from ampopt.cli.options import (
     write,
     write_report,
 )
-from ampopt.cli.wording import told
 from ampopt.document.render import to_json
 from ampopt.errors import InputError
 
@@ -107,7 +106,7 @@ def diagnose(
             screen = console()
             if not screen.is_terminal:
                 screen.width = WIDTH
-            screen.print(to_rich(told(found), everything=verbose))
+            screen.print(to_rich(found, everything=verbose))
 
 
 def _optimized(

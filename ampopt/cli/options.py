@@ -20,7 +20,6 @@ from typer import Argument, Option
 from ampopt.bundle.destinations import check_distinct, check_file, check_text
 from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
-from ampopt.cli.wording import in_options, told
 from ampopt.document.printable import printable
 from ampopt.document.render import check_report, render
 from ampopt.errors import AmpoptError, InputError, near
@@ -321,7 +320,7 @@ def readable_errors(verbose: bool) -> Iterator[None]:
     except (Exception, SystemExit) as e:  # the user's code may exit; without a result, that is an error
         if verbose:
             raise
-        text = in_options(str(e)) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
+        text = str(e) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
         if not places.is_here() and places.GONE not in text:
             text = f"{places.GONE}: change to one that is there ({text})"
         text = textwrap.shorten(printable(Text.from_ansi(text).plain), 2000, placeholder=" …")
@@ -331,9 +330,9 @@ def readable_errors(verbose: bool) -> Iterator[None]:
 
 
 def write_report(document: Document, path: Path | None) -> None:
-    """Write the document in the format of the path's suffix, if there is a path; data as they are."""
+    """Write the document in the format of the path's suffix, if there is a path."""
     if path is not None:
-        write(path, render(document if path.suffix.lower() == ".json" else told(document), path))
+        write(path, render(document, path))
 
 
 def write(path: Path, text: str) -> None:

@@ -55,6 +55,7 @@ from ampopt.ort.session import SessionError, onnxruntime, relative_error
 from ampopt.ort.tuning import Tuning, tune
 from ampopt.passes import BakeAutocast, Openvino
 from ampopt.system.environment import device_name, environment
+from ampopt.system.wording import argument
 from ampopt.version import __version__
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def _check_state(captured: Captured, lifted: LiftedState) -> None:
     if any(tensor.dtype != border.dtype for tensor, border in borders):
         raise ExportError(
             f"the model keeps a state in its {lifted.named}, and takes inputs of other dtypes: optimize "
-            "it with io='original' for a bundle"
+            f"it with {argument('io', 'original')} for a bundle"
         )
 
 
@@ -264,7 +265,7 @@ def _pass_test(program: Program, test: SelfTest) -> None:
             raise VerificationError(
                 f"a bundle of this model would not load, and was not written: on inputs of {_shapes(test)}, "
                 f"output {name!r} of its program has an error of {error:.2g} against the model in float64, "
-                f"over {test.tolerance:.2g}; optimize with a larger tolerance= to accept that"
+                f"over {test.tolerance:.2g}; optimize with a larger {argument('tolerance=')} to accept that"
             )
 
 

@@ -16,6 +16,7 @@ from ampopt.errors import InputError
 from ampopt.ir.program import Program
 from ampopt.measure.ledger import Ledger
 from ampopt.system.process_state import process_kept
+from ampopt.system.wording import argument
 
 
 class Deployable(InferenceModule):
@@ -121,5 +122,7 @@ class DeployableGraph(Deployable):
 
     def _deployed(self, part: str | None, what: str) -> DeployableGraph:
         if part is not None:
-            raise InputError(f"the model is one graph, and {what} holds all of it: leave part={part!r} out")
+            raise InputError(
+                f"the model is one graph, and {what} holds all of it: leave {argument('part', part)} out"
+            )
         return self

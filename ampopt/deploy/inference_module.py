@@ -12,6 +12,7 @@ from ampopt.errors import InputError
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.normal_form import true_copy
+from ampopt.system.wording import argument
 
 Self = TypeVar("Self", bound="InferenceModule")
 Value = TypeVar("Value")
@@ -102,7 +103,7 @@ class InferenceModule(nn.Module):
             return self
         raise InputError(
             "an optimized module keeps its device and its dtypes: optimize the original again, "
-            "with device= for another device, precision= for other dtypes"
+            f"with {argument('device=')} for another device, {argument('precision=')} for other dtypes"
         )
 
     def named_parameters(

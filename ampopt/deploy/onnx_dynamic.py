@@ -19,6 +19,7 @@ from ampopt.ir.size_range import Sizes
 from ampopt.ir.size_ranges import with_tensors
 from ampopt.ir.symbolic_capture import capture_ranges, capture_symbolic
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.wording import argument
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None
 """None: static shapes; "batch": dimension 0 of every input; or {input: {dimension: name}}."""
@@ -31,20 +32,24 @@ def dims_of(dynamic: Dynamic, captured: Captured, names: Sequence[str]) -> Dims:
         return tuple({} for _ in names)
     if captured.lifted is not None:
         raise InputError(
-            f"dynamic: the model keeps a state in its {captured.lifted.named}, whose sizes are fixed: "
-            "export it with static shapes"
+            f"{argument('dynamic')}: the model keeps a state in its {captured.lifted.named}, "
+            "whose sizes are fixed: export it with static shapes"
         )
     if isinstance(dynamic, str):
         if dynamic != "batch":
-            raise InputError(f'dynamic={dynamic!r}: say "batch", or {{input: {{dimension: name}}}}')
+            raise InputError(
+                f'{argument("dynamic", dynamic)}: say "batch", or {{input: {{dimension: name}}}}'
+            )
         return tuple({0: "batch"} if tensor.dim() else {} for tensor in examples.values())
     for name, dims in dynamic.items():
         if name not in examples:
-            raise InputError(f"dynamic: there is no input {name!r}; the inputs are {', '.join(names)}")
+            raise InputError(
+                f"{argument('dynamic')}: there is no input {name!r}; the inputs are {', '.join(names)}"
+            )
         for index, label in dims.items():
             if not 0 <= index < examples[name].dim() or not label.isidentifier():
                 raise InputError(
-                    f"dynamic: {{{index}: {label!r}}} of input {name!r}, which has shape "
+                    f"{argument('dynamic')}: {{{index}: {label!r}}} of input {name!r}, which has shape "
                     f"{list(examples[name].shape)}: name a dimension of it with an identifier"
                 )
     return tuple(dict(dynamic.get(name, {})) for name in names)

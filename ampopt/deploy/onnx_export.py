@@ -33,6 +33,7 @@ from ampopt.ir.transform import Pass
 from ampopt.measure.metric import Metric
 from ampopt.system.atomic import replacing_together
 from ampopt.system.places import place_of, told
+from ampopt.system.wording import argument
 from ampopt.version import __version__
 
 PRECISIONS = {"fp32": FP32, "fp16": HALF}
@@ -133,9 +134,9 @@ def export_onnx(
     started = time.perf_counter()
     for option, value in (("precision", precision), ("io", io)):
         if value not in PRECISIONS and (option, value) != ("io", None):
-            raise InputError(f"{option}={value!r}: choose from {', '.join(PRECISIONS)}")
+            raise InputError(f"{argument(option, value)}: choose from {', '.join(PRECISIONS)}")
     if target not in OPSETS:
-        raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
+        raise InputError(f"{argument('target', target)}: choose from {', '.join(OPSETS)}")
     for package in ("onnx", "onnxscript", "onnxruntime"):
         need(package, "onnx")
     place = _place(path)
@@ -194,8 +195,8 @@ def export_onnx(
             node = of_one_size(program.graph) if is_dynamic else None
             hint = "" if node is None else f"; sizes vary, and its {where(node)} may have one size for all"
             raise VerificationError(
-                f"the exported model {fault}, and was not written: {check.reason}{hint}; force=True keeps "
-                "it, marked as failed"
+                f"the exported model {fault}, and was not written: {check.reason}{hint}; "
+                f"{argument('force', True)} keeps it, marked as failed"
             )
         identity = model_hash(captured.program.graph)
         facts = _metadata(check, identity, precision, io, target)

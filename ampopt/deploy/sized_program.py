@@ -29,6 +29,7 @@ from ampopt.ir.symbolic_capture import at_sizes, capture_ranges
 from ampopt.ir.transform import Pass, replay
 from ampopt.measure.verify import Verifier
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.wording import argument
 
 
 class NoSizedProgramError(AmpoptError):
@@ -147,7 +148,7 @@ def verify_sizes(
         if not may_go_on():
             raise NoSizedProgramError(
                 f"the time budget was spent when {number} of {len(distinct)} sizes were verified: "
-                "raise budget_s"
+                f"raise {argument('budget_s')}"
             )
         there = optimized.captured if wanted == example else at_sizes(sized.captured, sized.sizes, wanted)
         _verify_at(optimized, sized, there, wanted, draws=draws, everywhere=wanted == example)

@@ -21,6 +21,7 @@ from ampopt.measure.sampling import Sampler, interleave
 from ampopt.search.trials import Progress
 from ampopt.system.budget import Budget
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.wording import argument
 
 EAGER_S = 3.0
 """Seconds for the samples of eager in all lanes."""
@@ -83,7 +84,7 @@ def untried_note(untried: Sequence[str], budget: Budget) -> tuple[str, ...]:
     if not untried:
         return ()
     seconds = 2 * math.ceil(budget.seconds)
-    return (f"not tried for want of time, budget_s={seconds} may do: {'; '.join(untried)}",)
+    return (f"not tried for want of time, {argument('budget_s', seconds)} may do: {'; '.join(untried)}",)
 
 
 def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:

@@ -17,22 +17,23 @@ from ampopt.ir.signature import describe
 from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import interleave
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.wording import argument
 
 
 def check_optimized(module: object, case: Case) -> OptimizedModule:
     """The module, if it is one program for this call. Raises InputError."""
     if not isinstance(module, OptimizedModule):
         raise InputError(
-            f"optimized= takes what ampopt.optimize returns for a model that is one graph, not "
+            f"{argument('optimized=')} takes what ampopt.optimize returns for a model that is one graph, not "
             f"{type(module).__name__}"
         )
     if case.program is None:
-        raise InputError("optimized= is of another model: this one is not one graph")
+        raise InputError(f"{argument('optimized=')} is of another model: this one is not one graph")
     wanted, given = ([describe(t) for t in each.examples] for each in (module.program, case.program))
     if wanted != given or module.program.device != case.device:
         raise InputError(
-            f"optimized= is a program for {', '.join(wanted)} on {module.program.device}, and the example "
-            f"call is {', '.join(given)} on {case.device}: give the same call"
+            f"{argument('optimized=')} is a program for {', '.join(wanted)} on {module.program.device}, "
+            f"and the example call is {', '.join(given)} on {case.device}: give the same call"
         )
     return module
 

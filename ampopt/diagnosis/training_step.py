@@ -24,6 +24,7 @@ from ampopt.ir.numerics import is_rounded
 from ampopt.ir.signature import flatten_call, map_tensors, tensors_of
 from ampopt.measure.clocks import synchronize
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.wording import argument
 
 Loss = Callable[[Any], Tensor]
 """The loss of a model's result."""
@@ -57,7 +58,9 @@ def mean_square(result: Any) -> Tensor:
     """The loss where none is given: the mean square of every floating-point output, added up."""
     found = [t.float().square().mean() for t in tensors_of(flatten_call((result,), {})[0]) if is_rounded(t)]
     if not found:
-        raise InputError("the model returns no floating-point tensor: give loss=, a function of its result")
+        raise InputError(
+            f"the model returns no floating-point tensor: give {argument('loss=')}, a function of its result"
+        )
     return torch.stack(found).sum()
 
 

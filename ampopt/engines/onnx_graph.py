@@ -32,6 +32,7 @@ from ampopt.ir.size_numbers import with_numbers_as_tensors
 from ampopt.ir.size_range import Sizes
 from ampopt.ir.stable_forms import with_forms, with_stable_forms
 from ampopt.system.flags import older_flags_readable
+from ampopt.system.wording import argument
 
 Dims = tuple[dict[int, str], ...]
 """The names of the dynamic dimensions of each input tensor."""
@@ -62,7 +63,7 @@ def to_onnx(
     Raises ExportError if ONNX cannot express a node, with its name and its line in the user's code.
     """
     if target not in OPSETS:
-        raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
+        raise InputError(f"{argument('target', target)}: choose from {', '.join(OPSETS)}")
     graph, examples = _with_border(program, io)
     return model_of(graph, examples, OPSETS[target], input_names, output_names, dims)
 

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from ampopt.errors import InputError, near
+from ampopt.system.wording import argument
 
 
 def number(name: str, value: object, *, positive: bool, advice: str) -> float:
@@ -22,14 +23,14 @@ def number(name: str, value: object, *, positive: bool, advice: str) -> float:
         found = float(value)  # type: ignore[arg-type]
         if math.isfinite(found) and (found > 0 if positive else found >= 0):
             return found
-    raise InputError(f"{name}={value!r}: give {advice}")
+    raise InputError(f"{argument(name, value)}: give {advice}")
 
 
 def flag(name: str, value: object) -> bool:
     """True or False; NumPy booleans are accepted."""
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
-    raise InputError(f"{name}={value!r}: give True or False")
+    raise InputError(f"{argument(name, value)}: give True or False")
 
 
 def progress_flag(value: object) -> bool | None:
@@ -40,9 +41,9 @@ def progress_flag(value: object) -> bool | None:
 def names(name: str, value: object, known: Collection[str]) -> tuple[str, ...]:
     """Names of passes. Raises InputError for an unknown name, and for a single string."""
     if isinstance(value, str):
-        raise InputError(f"{name}={value!r}: give a list of names, {name}=[{value!r}]")
+        raise InputError(f"{argument(name, value)}: give a list of names, {argument(name, [value])}")
     if not isinstance(value, Collection) or not all(isinstance(item, str) for item in value):
-        raise InputError(f"{name}={value!r}: give a list of the names of passes")
+        raise InputError(f"{argument(name, value)}: give a list of the names of passes")
     if unknown := sorted(set(value) - set(known)):
         choices = f"{', '.join(sorted(known))}{near(unknown, sorted(known))}"
         raise InputError(f"there is no pass {', '.join(unknown)}: choose from {choices}")
@@ -52,7 +53,7 @@ def names(name: str, value: object, known: Collection[str]) -> tuple[str, ...]:
 def one_of(name: str, value: object, choices: Collection[str]) -> None:
     """Raise InputError if a word is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise InputError(f"{name}={value!r}: choose from {', '.join(choices)}")
+        raise InputError(f"{argument(name, value)}: choose from {', '.join(choices)}")
 
 
 def as_device(device: object) -> torch.device | None:
@@ -64,16 +65,18 @@ def as_device(device: object) -> torch.device | None:
             raise TypeError("a bool")
         found = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device={device!r} is no device: choose 'cpu' or 'cuda'") from error
+        raise InputError(f"{argument('device', device)} is no device: choose 'cpu' or 'cuda'") from error
     if found.type == "meta":
-        raise InputError("device='meta' computes nothing: choose 'cpu' or 'cuda'")
+        raise InputError(f"{argument('device', 'meta')} computes nothing: choose 'cpu' or 'cuda'")
     return found  # type: ignore[no-any-return]
 
 
 def as_cuda(target: torch.device) -> torch.device:
     """A CUDA device with its index. Raises InputError if this machine does not have it."""
     if not torch.cuda.is_available():
-        raise InputError("there is no CUDA device on this machine: leave device= out, or use 'cpu'")
+        raise InputError(
+            f"there is no CUDA device on this machine: leave {argument('device=')} out, or use 'cpu'"
+        )
     index = torch.cuda.current_device() if target.index is None else target.index
     if index >= torch.cuda.device_count():
         raise InputError(f"there is no {target}: this machine has {torch.cuda.device_count()} CUDA devices")

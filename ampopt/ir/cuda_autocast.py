@@ -8,6 +8,7 @@ say they are on a GPU are enough to ask them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,12 @@ from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 
 _CUDA = torch.device("cuda", 0)
+
+_RECURRENT: frozenset[object] = frozenset(
+    {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+    | {aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default}
+)
+"""Operators for which CUDA's kernels would be asked, without a GPU; autocast has them all in float16."""
 
 
 class _WideningCasts(TorchDispatchMode):
@@ -83,8 +90,26 @@ class _CudaRun(fx.Interpreter):
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in _RECURRENT:
+            return self._recurrent(target, args, kwargs)
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: _CUDA, (args, kwargs))
         return super().call_function(target, args, kwargs)
+
+    def _recurrent(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The results' shapes are those of a CPU, their dtype is autocast's, or the inputs' without it."""
+        halved = torch.is_autocast_enabled("cuda")
+        dtype = torch.float16 if halved else next(t.dtype for t in pytree.tree_leaves(args) if _is_float(t))
+
+        def like(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+
+        there = functools.partial(like, device=torch.device("cpu"), dtype=torch.float32)
+        results = super().call_function(target, *pytree.tree_map_only(Tensor, there, (args, kwargs)))
+        return pytree.tree_map_only(Tensor, functools.partial(like, device=_CUDA, dtype=dtype), results)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
 def _is_float32(value: object) -> bool:

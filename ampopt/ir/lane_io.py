@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import InputError
 from ampopt.ir.keywords import in_order, taken_by_name
 from ampopt.ir.signature import flatten_call, flatten_outputs, map_tensors
+from ampopt.system.wording import argument
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that are converted: complex numbers, integers and quantized ones are not."""
@@ -100,9 +101,9 @@ class LaneIO(nn.Module):
             if bool((torch.isfinite(leaf) & ~torch.isfinite(low)).any()):
                 name = str(self.dtype).removeprefix("torch.")
                 raise InputError(
-                    f'io="lane": the example inputs reach {float(leaf.abs().max()):.4g}, which {name} cannot '
-                    f"hold (its largest number is {torch.finfo(self.dtype).max:.4g}): scale them before the "
-                    'model, or leave io="original"'
+                    f"{argument('io', 'lane')}: the example inputs reach {float(leaf.abs().max()):.4g}, "
+                    f"which {name} cannot hold (its largest number is {torch.finfo(self.dtype).max:.4g}): "
+                    f"scale them before the model, or leave {argument('io', 'original')}"
                 )
             return low
 

@@ -19,6 +19,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from ampopt.errors import InputError
+from ampopt.system.wording import argument
 
 GROUP = "ampopt.passes"
 
@@ -115,4 +116,6 @@ def _skip(text: str, at: int) -> int:
 
 def _unreadable(text: str, at: int, wanted: str) -> InputError:
     found = repr(text[at : at + 12]) if at < len(text) else "the end"
-    return InputError(f"passes={text!r}: {wanted} should stand at character {at + 1}, where {found} is")
+    return InputError(
+        f"{argument('passes', text)}: {wanted} should stand at character {at + 1}, where {found} is"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ampopt.errors import InputError
+from ampopt.system.wording import argument
 
 LANE_NAMES = ("fp32", "amp", "bf16")
 """The names of all lanes."""
@@ -24,16 +25,17 @@ def names_of(precision: object) -> tuple[str, ...]:
     found = [name.strip() for name in precision.split(",")] if isinstance(precision, str) else []
     if not found or not set(found) <= {*LANE_NAMES}:
         choices = ", ".join(("auto", *LANE_NAMES))
-        raise InputError(f"precision={precision!r}: choose from {choices}, or several, 'fp32,bf16'")
+        given = argument("precision", precision)
+        raise InputError(f"{given}: choose from {choices}, or several, 'fp32,bf16'")
     return tuple(found)
 
 
 def check_io(io: object, precision: str, lanes: int) -> None:
     """Raise InputError for an unknown `io`, and for "lane" unless `precision` names one lane."""
     if not isinstance(io, str) or io not in IO:
-        raise InputError(f"io={io!r}: choose from {', '.join(IO)}")
+        raise InputError(f"{argument('io', io)}: choose from {', '.join(IO)}")
     if io == "lane" and lanes != 1:
         raise InputError(
-            f"io='lane' with precision={precision!r}: the dtype of inputs and outputs has to be known "
-            "beforehand: name one lane, such as precision='amp'"
+            f"{argument('io', 'lane')} with {argument('precision', precision)}: the dtype of inputs and "
+            f"outputs has to be known beforehand: name one lane, such as {argument('precision', 'amp')}"
         )

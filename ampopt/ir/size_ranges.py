@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import InputError
 from ampopt.ir.signature import call_key
 from ampopt.ir.size_range import MOST_RANGES, SizeRange, Sizes, ranges_of
+from ampopt.system.wording import argument
 
 Asked = Mapping[str, Any]
 """A user's ranges: {"batch": (low, high)}, "height" or "width"; or {input: {dimension: (low, high)}}."""
@@ -31,15 +32,15 @@ def checked(asked: object) -> Asked | None:
     if asked is None:
         return None
     if not isinstance(asked, Mapping) or not asked:
-        raise InputError(f"dynamic={asked!r}: give the range of each size, such as {_FORMS}")
+        raise InputError(f"{argument('dynamic', asked)}: give the range of each size, such as {_FORMS}")
     for key, value in asked.items():
         if not isinstance(value, Mapping):
             if key not in _NAMED:
                 names = ", ".join(_NAMED)
-                raise InputError(f"dynamic: there is no size {key!r}: choose from {names}, or give {_FORMS}")
+                raise _wrong(f"there is no size {key!r}: choose from {names}, or give {_FORMS}")
             _range(str(key), value)
         elif not value:
-            raise InputError(f"dynamic: no dimension of input {key!r} is named: give {_FORMS}")
+            raise _wrong(f"no dimension of input {key!r} is named: give {_FORMS}")
         for index, pair in value.items() if isinstance(value, Mapping) else ():
             _range(f"{key}_{index}", pair)
     return asked
@@ -47,13 +48,15 @@ def checked(asked: object) -> Asked | None:
 
 def _range(name: str, pair: object) -> SizeRange:
     if not isinstance(pair, Sequence) or len(pair) != 2 or not all(type(size) is int for size in pair):
-        raise InputError(f"dynamic: {name} is {pair!r}: give two whole numbers, such as (1, 8)")
+        raise _wrong(f"{name} is {pair!r}: give two whole numbers, such as (1, 8)")
     low, high = pair
     if not 1 <= low <= high:
-        raise InputError(
-            f"dynamic: {name} from {low} to {high} is no range: give (low, high), 1 <= low <= high"
-        )
+        raise _wrong(f"{name} from {low} to {high} is no range: give (low, high), 1 <= low <= high")
     return SizeRange(name, low, high)
+
+
+def _wrong(what: str) -> InputError:
+    return InputError(f"{argument('dynamic')}: {what}")
 
 
 def sizes_of(asked: Asked, names: Sequence[str], examples: Sequence[Tensor]) -> Sizes:
@@ -70,12 +73,12 @@ def sizes_of(asked: Asked, names: Sequence[str], examples: Sequence[Tensor]) -> 
             _add_named(found, _range(key, value), examples)
     ranges = ranges_of(found)
     if len(ranges) > MOST_RANGES:
-        raise InputError(f"dynamic: {len(ranges)} sizes vary: at most {MOST_RANGES} may")
+        raise _wrong(f"{len(ranges)} sizes vary: at most {MOST_RANGES} may")
     for name, named, example in zip(names, found, examples, strict=True):
         for index, each in named.items():
             if example.shape[index] not in each:
-                raise InputError(
-                    f"dynamic: dimension {index} of input {name!r} is {example.shape[index]} in the example, "
+                raise _wrong(
+                    f"dimension {index} of input {name!r} is {example.shape[index]} in the example, "
                     f"which is outside of {each}: widen the range, or give another example"
                 )
     _check_shared(found, names, examples)
@@ -90,15 +93,13 @@ def _add_of_input(
     examples: Sequence[Tensor],
 ) -> None:
     if key not in names:
-        raise InputError(f"dynamic: there is no input {key!r}; the inputs are {', '.join(names)}")
+        raise _wrong(f"there is no input {key!r}; the inputs are {', '.join(names)}")
     place = list(names).index(key)
     for index, pair in dims.items():
         if type(index) is not int or not 0 <= index < examples[place].dim():
-            raise InputError(
-                f"dynamic: input {key!r} of shape {list(examples[place].shape)} has no dimension {index!r}"
-            )
+            raise _wrong(f"input {key!r} of shape {list(examples[place].shape)} has no dimension {index!r}")
         if index in found[place]:
-            raise InputError(f"dynamic: dimension {index} of input {key!r} has two ranges: give one")
+            raise _wrong(f"dimension {index} of input {key!r} has two ranges: give one")
         found[place][index] = _range(f"{key}_{index}", pair)
 
 
@@ -110,13 +111,13 @@ def _add_named(found: list[dict[int, SizeRange]], named: SizeRange, examples: Se
         if (example.dim() == rank if rank is not None else example.dim() > 0)
     ]
     if not places:
-        raise InputError(
-            f"dynamic: no input has a {named.name}, which is dimension {index}"
+        raise _wrong(
+            f"no input has a {named.name}, which is dimension {index}"
             f"{f' of {rank}' if rank else ''}: give {_FORMS}"
         )
     for place in places:
         if index in found[place]:
-            raise InputError(f"dynamic: dimension {index} of input {place} has two ranges: give one")
+            raise _wrong(f"dimension {index} of input {place} has two ranges: give one")
         found[place][index] = named
 
 
@@ -129,8 +130,8 @@ def _check_shared(
         for index, each in named.items():
             first, size = seen.setdefault(each.name, (name, example.shape[index]))
             if size != example.shape[index]:
-                raise InputError(
-                    f"dynamic: the {each.name} of input {first!r} is {size}, and that of {name!r} is "
+                raise _wrong(
+                    f"the {each.name} of input {first!r} is {size}, and that of {name!r} is "
                     f"{example.shape[index]}: name the dimensions of each, {_FORMS}"
                 )
 

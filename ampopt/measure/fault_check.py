@@ -25,6 +25,7 @@ from ampopt.measure.fault_masks import (
     with_others,
 )
 from ampopt.measure.original import Original, Run
+from ampopt.system.wording import argument
 
 Faults = Literal["keep", "exact", "ignore"]
 """How NaN and infinities must propagate.
@@ -92,7 +93,7 @@ class FaultCheck:
     def _no_spreading(self) -> str | None:
         """Why no other elements than in eager may become NaN; None where they may."""
         if self._faults == "exact":
-            return 'nan="exact" forbids'
+            return f"{argument('nan', 'exact')} forbids"
         if (node := decides_by_values(self._original.captured.program)) is not None:
             return f"{where(node)} may take for another value and lose a fault"
         return None

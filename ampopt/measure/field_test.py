@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ampopt.errors import InputError
+from ampopt.system.wording import argument
 
 QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99, "p99.9_ms": 0.999}
 
@@ -206,11 +207,15 @@ def _back_to_back_finding(name: str, measured: float, promised: float, slack: fl
 def check_field_test(hz: float, seconds: float, deadline_ms: float | None) -> None:
     """Raise InputError if rate, time or deadline is not positive, or if no frame fits into the time."""
     if not (hz > 0 and 0 < 1e3 / hz < math.inf):
-        raise InputError(f"hz={hz:g}: give a field test a positive rate, in frames a second")
+        raise InputError(f"{argument('hz', hz)}: give a field test a positive rate, in frames a second")
     if not (math.isfinite(hz * seconds) and hz * seconds >= 1):
-        raise InputError(f"seconds={seconds:g}: give a field test the time for a frame, {1 / hz:.3g} or more")
+        raise InputError(
+            f"{argument('seconds', seconds)}: give a field test the time for a frame, {1 / hz:.3g} or more"
+        )
     if deadline_ms is not None and not deadline_ms > 0:
-        raise InputError(f"deadline_ms={deadline_ms:g}: give a field test a positive deadline, or none")
+        raise InputError(
+            f"{argument('deadline_ms', deadline_ms)}: give a field test a positive deadline, or none"
+        )
 
 
 def field_test(

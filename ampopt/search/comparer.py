@@ -25,6 +25,7 @@ from ampopt.search.pair_timer import PairTimer, Timed
 from ampopt.search.program_store import NoTimeError, ProgramStore
 from ampopt.search.trials import Progress
 from ampopt.system.interrupts import check_interrupted, interruptible
+from ampopt.system.wording import argument
 
 _T = TypeVar("_T")
 
@@ -88,7 +89,7 @@ class Comparer:
         if self.interrupted:
             notes.append(f"interrupted: {missing} {among}" if left else "interrupted: times are less sure")
         elif missing:
-            notes.append(f"{missing} {among}: budget_s={self._budget_to_fill():.0f} would fill them")
+            notes.append(f"{missing} {among}: {self._budget_to_fill()} would fill them")
         return notes
 
     def _fill_rewrites(self) -> None:
@@ -181,11 +182,12 @@ class Comparer:
     def _told(self, cell: Cell) -> Told | None:
         return self._timer.told(self._pairs[cell]) if cell in self._pairs else None
 
-    def _budget_to_fill(self) -> float:
+    def _budget_to_fill(self) -> str:
         """The time budget in which all cells would be filled, in tens of seconds; the same for all rows."""
         once = {self._plan.pair(c).key(c.lane): seconds for c, seconds in self._missing().items()}
         seconds = self._took_s + MORE * sum(once.values())
-        return 10.0 * math.ceil(max(seconds, self._deadline - self._started + 1.0) / 10.0)
+        whole = max(seconds, self._deadline - self._started + 1.0)
+        return argument("budget_s", 10 * math.ceil(whole / 10.0))
 
     def _row(self, cell: Cell) -> ComparedPass:
         lane, name = cell.lane.name, cell.step.name
@@ -197,5 +199,5 @@ class Comparer:
             return ComparedPass(lane, cell.mode, name, told.after, told.gain, check.error, reason)
         reason = self._reasons.get(cell, INTERRUPTED)
         if cell in self._missing_s and not self.interrupted:
-            reason = f"not tried: no time left (budget_s={self._budget_to_fill():.0f} would do)"
+            reason = f"not tried: no time left ({self._budget_to_fill()} would do)"
         return ComparedPass(lane, cell.mode, name, None, None, None, reason)

@@ -26,6 +26,7 @@ from ampopt.measure.verify import Verifier
 from ampopt.search.lane_state import LaneState
 from ampopt.search.subject import rest_s
 from ampopt.system.budget import Budget
+from ampopt.system.wording import argument
 
 HEADLINE = 0.1
 """Share of the time budget for comparing the result with the original, if the machine is busy."""
@@ -106,7 +107,9 @@ class LastComparison:
         lane = state.lane
         check = state.check or self._verifier.check(state.best.run, lane)
         if check.spread:
-            self._ledger.notes.append(f'in the {lane.name} lane {check.spread}; nan="exact" forbids that')
+            self._ledger.notes.append(
+                f"in the {lane.name} lane {check.spread}; {argument('nan', 'exact')} forbids that"
+            )
         before, after = timed[f"eager {lane.name}"], timed[f"best {lane.name}"]
         self._ledger.lanes[lane.name] = LaneSummary(
             lane=lane.name,
@@ -148,8 +151,8 @@ class LastComparison:
         """Why a lane is refused for its error, with what would accept it."""
         if self._bound is None or error <= self._bound or lane == FP32:
             return None
-        accept = f"accept it with tolerance={_round_up(error)} or precision={lane.name!r}"
-        return f"its error {error:.2g} is over the tolerance {self._bound:g}: {accept}"
+        accept = f"{argument('tolerance', _round_up(error))} or {argument('precision', lane.name)}"
+        return f"its error {error:.2g} is over the tolerance {self._bound:g}: accept it with {accept}"
 
     def _let_fp32_answer(self, timed: Mapping[str, Measurement], control: Gain) -> None:
         """FP32's program answers for a lane of lower precision where that lane's own is slower.
@@ -238,7 +241,6 @@ class LastComparison:
             )
 
 
-def _round_up(error: float) -> str:
-    """An error with one digit, rounded up, to be used as a tolerance."""
-    text = f"{1.05 * error:.1e}"
-    return text.replace("e-0", "e-").replace("e+0", "e")
+def _round_up(error: float) -> float:
+    """An error with two digits, rounded up, to be used as a tolerance."""
+    return float(f"{1.05 * error:.1e}")

@@ -40,6 +40,7 @@ from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck, all_finite
 from ampopt.system.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, calls_to_verify
 from ampopt.system.interrupts import check_interrupted, interruptible
+from ampopt.system.wording import argument
 
 LOOKING = 0.1
 """Share of the submodules' time for learning which of them the whole tolerates in lower precision."""
@@ -141,7 +142,7 @@ class LowerParts:
             return needed
         whole = lacking * self._options.budget_s
         unit = 10.0 ** max(math.floor(math.log10(whole)) - 1, 0)
-        self._spent = f"{SPENT}: budget_s={unit * math.ceil(whole / unit):.0f} would do"
+        self._spent = f"{SPENT}: {argument('budget_s', round(unit * math.ceil(whole / unit)))} would do"
         return 0.0
 
     @property
@@ -186,7 +187,7 @@ class LowerParts:
             end = now + share * (end - now)
             self._spent = (
                 f"it could save at most {100 * share:.0f} % of a call, and the time goes to the code between "
-                "submodules: a larger budget_s tries both"
+                f"submodules: a larger {argument('budget_s')} tries both"
             )
         for lane, tolerated in self._tolerated.items():
             done = self._together | set(self.lanes)

@@ -18,6 +18,7 @@ from ampopt.ir.pass_text import dashed, distribution, installed, parse, unparse
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, KeepFp32
+from ampopt.system.wording import argument
 
 logger = logging.getLogger("ampopt")
 
@@ -65,7 +66,7 @@ def as_pipeline(passes: object) -> Pipeline:
     elif isinstance(passes, str):
         found = Pipeline.of(from_text(passes))
     elif isinstance(passes, Pass) or not isinstance(passes, Sequence):
-        raise InputError(f"passes={passes!r}: give a list of passes, their text, or a Pipeline")
+        raise InputError(f"{argument('passes', passes)}: give a list of passes, their text, or a Pipeline")
     else:
         found = Pipeline.of(
             step for item in passes for step in (from_text(item) if isinstance(item, str) else (item,))
@@ -112,9 +113,11 @@ def check_listed(pipeline: Pipeline, *, tolerance: float | None, policy: str) ->
     """Raise InputError if the user's list of passes contradicts other arguments."""
     mine = [step.name for step in pipeline if isinstance(step, (BakeAutocast, KeepFp32))]
     if policy != "amp" and mine:
-        raise InputError(f"policy={policy!r}: {mine[0]} in passes= has a policy: give one of the two")
+        given, listed = argument("policy", policy), argument("passes=")
+        raise InputError(f"{given}: {mine[0]} in {listed} has a policy: give one of the two")
     if tolerance is None and any(isinstance(step, AllowTf32) for step in pipeline):
-        raise InputError("passes= has allow-tf32, which needs a tolerance: give tolerance=, or leave it out")
+        listed, lacking = argument("passes="), argument("tolerance=")
+        raise InputError(f"{listed} has allow-tf32, which needs a tolerance: give {lacking}, or leave it out")
 
 
 def code_of(step: Pass) -> tuple[str, ...] | None:

@@ -42,6 +42,7 @@ from ampopt.system.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, Budget, cal
 from ampopt.system.environment import environment
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted, held, interruptible
+from ampopt.system.wording import argument
 
 logger = logging.getLogger("ampopt")
 
@@ -282,7 +283,8 @@ class Optimizer:
             return self._forget("is slower than the original now")
         for name in [lane.name for lane in self._lanes if lane.name not in known]:
             self.ledger.notes.append(
-                f"the {name} lane was not tried: an earlier call could not judge it (cache=False looks again)"
+                f"the {name} lane was not tried: an earlier call could not judge it "
+                f"({argument('cache', False)} looks again)"
             )
         self.ledger.notes.append("tuned by an earlier call (`ampopt cache` tells where that is kept)")
         return True
@@ -307,7 +309,8 @@ class Optimizer:
         search.run(lanes, {} if self._known is None else self._known.recipes)
         if FP32 not in self._lanes and [state.lane for state in self._states] == [FP32]:
             self.ledger.notes.append(
-                f"precision={self._options.precision!r} is answered in FP32: no lower one could be judged"
+                f"{argument('precision', self._options.precision)} is answered in FP32: no lower one could "
+                "be judged"
             )
         self._settle()
         is_whole = search.note_what_was_cut_off()

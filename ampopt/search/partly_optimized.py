@@ -28,6 +28,7 @@ from ampopt.measure.ledger import Ledger
 from ampopt.search.between import Between
 from ampopt.search.served_part import ServedPart
 from ampopt.system.environment import environment
+from ampopt.system.wording import argument
 
 SHORT_S = 2e-3
 """Time in seconds of a call up to which a submodule that is not faster is captured with what is around it."""
@@ -165,17 +166,17 @@ class PartlyOptimizedModule(Deployable):
         if self._was_not_tried:
             raise InputError(f"{what} holds an optimized model, and nothing of this one was: {self._why}")
         if part is None:
-            alone = f"part= writes one of its parts alone: {names}" if names else self._no_part
+            alone = f"{argument('part=')} writes one of its parts alone: {names}" if names else self._no_part
             raise InputError(
                 f"{what} holds a model that is optimized as one graph, and this one is not: {self._why}; "
                 f"{alone}"
             )
         if names and part in self.report.regions:
             raise InputError(
-                f"part={part!r} is code between submodules, which is no model of its own; the submodules "
-                f"that can be written alone are {names}"
+                f"{argument('part', part)} is code between submodules, which is no model of its own; the "
+                f"submodules that can be written alone are {names}"
             )
-        raise InputError(f"part={part!r}: {f'choose from {names}' if names else self._no_part}")
+        raise InputError(f"{argument('part', part)}: {f'choose from {names}' if names else self._no_part}")
 
     @property
     def _no_part(self) -> str:

@@ -37,6 +37,7 @@ from ampopt.search.whole_check import WholeCheck
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible
+from ampopt.system.wording import argument
 
 THREADS_OF_THEIR_OWN = ("onnx-runtime", "openvino")
 """Engines that compute on a CPU in other threads than PyTorch's operators."""
@@ -371,7 +372,7 @@ class PartwiseOptimizer:
         if ledger.chosen == ORIGINAL:
             ledger.notes.append(f"the original runs: {refused or 'it is not faster'}")
         elif served is FP32 and FP32 not in self._asked_lanes:
-            ledger.notes.append(f"precision={self._asked.precision!r} is answered in FP32")
+            ledger.notes.append(f"{argument('precision', self._asked.precision)} is answered in FP32")
 
     def _other_lane(self, served: Lane, before: Measurement) -> list[LaneSummary]:
         """The whole in FP32 where lower precision serves, or the other way round, if both were compared."""

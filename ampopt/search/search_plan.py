@@ -23,6 +23,7 @@ from ampopt.search.rehearsal import Sandbox
 from ampopt.search.rescue import MARGIN, founded_anew, rescued
 from ampopt.system.budget import Budget
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.wording import argument
 
 TRYING = 0.85
 """Share of the time budget after which nothing is tried; the rest is for the last comparison."""
@@ -242,9 +243,9 @@ class Search:
         whole = max(within, self._budget.seconds + needed_s)  # it is a lane's share that was over
         unit = 10.0 ** max(math.floor(math.log10(whole)) - 1, 0)
         what = f"{len(names)} passes{among} were" if len(names) > 1 else f"{names[0]} was"
+        enough = argument("budget_s", round(unit * math.ceil(whole / unit)))
         self._ledger.notes.append(
-            f"{what} not tried for want of time: budget_s={unit * math.ceil(whole / unit):.0f} would do, "
-            "or another call, which goes on from here"
+            f"{what} not tried for want of time: {enough} would do, or another call, which goes on from here"
         )
         return False
 
@@ -259,7 +260,7 @@ class Search:
             if search not in usable:
                 error = self._verifier.own_error(search.state.lane)
                 why = f"eager's own error in it is {error:.2g}, over the tolerance {self._bound:g}"
-                self._leave(search, f"{why} (precision={search.name!r} searches it)")
+                self._leave(search, f"{why} ({argument('precision', search.name)} searches it)")
         if len(usable) < 2 and (self._rival is None or not usable):
             return usable
         device = usable[0].state.base.device
@@ -280,7 +281,7 @@ class Search:
 
     def _leave_behind(self, search: LaneSearch, why: str) -> None:
         """Of the lanes only FP32 can be searched alone: beside another it is always a candidate."""
-        alone = "" if search.state.lane.is_mixed else f" (precision={search.name!r} searches it)"
+        alone = "" if search.state.lane.is_mixed else f" ({argument('precision', search.name)} searches it)"
         self._leave(search, why + alone)
 
     def _leave(self, search: LaneSearch, why: str) -> None:

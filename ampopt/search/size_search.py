@@ -21,6 +21,7 @@ from ampopt.measure.sampling import Gain, gain
 from ampopt.search.subject import Subject, rest_s
 from ampopt.system.budget import calls_to_verify
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.wording import argument
 
 MOST_SLOWER = 1.1
 """Largest time of a program for a range of sizes, as a multiple of the static one's at the example's size."""
@@ -86,7 +87,7 @@ def _check_time(static: Subject, sizes: Sizes, left_s: float) -> None:
         raise NoSizedProgramError(
             f"at {place} its inputs are {ratio:.3g} times as large as the example's: to verify it would "
             f"take about {needed_s:.2g} s, and {left_s:.2g} s of the time budget are left; give a "
-            "smaller range, an example nearer to its end, or raise budget_s"
+            f"smaller range, an example nearer to its end, or raise {argument('budget_s')}"
         )
 
 

@@ -32,6 +32,7 @@ from ampopt.search.trial import Trial
 from ampopt.search.trial_timer import TrialTimer
 from ampopt.system.budget import CALLS_OF_A_TRIAL
 from ampopt.system.interrupts import check_interrupted, held, was_interrupted
+from ampopt.system.wording import argument
 
 logger = logging.getLogger("ampopt")
 
@@ -309,7 +310,8 @@ class Trials:
             synchronize(self.captured.device)
         except Exception as error:
             raise AmpoptError(
-                f"pass {name} has broken this process's CUDA context: start again with exclude=[{name!r}]"
+                f"pass {name} has broken this process's CUDA context: start again with "
+                f"{argument('exclude', [name])}"
             ) from error
 
     def end(self, trial: Trial, verdict: Verdict, reason: str) -> None:

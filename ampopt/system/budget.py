@@ -6,6 +6,8 @@ import dataclasses
 import math
 import time
 
+from ampopt.system.wording import argument
+
 DEFAULT_S = 60.0
 """The time budget in seconds, if the user gives none and calls are not slow."""
 
@@ -83,7 +85,7 @@ class Budget:
         return (
             f"a call takes {call_s:.2g} s here, so that {what} takes about {_told(needed_s)} s, and "
             f"{_told(self.rest_s)} s of the time budget are left: "
-            f"give budget_s={unit * math.ceil(whole / unit):.0f}"
+            f"give {argument('budget_s', round(unit * math.ceil(whole / unit)))}"
         )
 
 

@@ -1,85 +1,121 @@
-"""Texts of reports and errors name options of the command line, not arguments of the Python interface."""
+"""What the command line tells names its options; what it quotes of the user's stays as it is."""
 
 from __future__ import annotations
 
-import dataclasses
+import html
+import json
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner, Result
 
-from ampopt.cli.wording import in_options, told
-from ampopt.document.model import Cell, Document, Facts, Points, Section, Table
+import ampopt
+import ampopt.robot
+from ampopt.cli import app as cli
+from ampopt.errors import InputError
+from ampopt.ir.arguments import number
+from ampopt.system.wording import OPTIONS
+
+HOSTILE = "budget_s=3, tolerance=0.1, policy='half', exclude=['a'], device=cuda, cache=False, `verify_key`"
+"""What looks like arguments of ampopt's, and is the user's own."""
+
+CODE = f"""
+import torch
+from torch import nn
+
+TEXT = {HOSTILE!r}
+
+def chosen(x, policy, force):
+    return x.sum() > 0
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.budget_s, self.head = nn.Conv2d(3, 4, 3), nn.ReLU()
+
+    def forward(self, x):
+        if chosen(self.budget_s(x), policy="half", force=True):
+            return self.head(x)
+        return x
+
+class Failing(nn.Module):
+    def forward(self, x):
+        raise ValueError(TEXT)
+
+def unmade():
+    raise ValueError(TEXT)
+"""
+
+EXAMPLE = ("--input", "1x3x8x8", "--device", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("7 passes were not tried: budget_s=85 would do", "7 passes were not tried: --budget 85 would do"),
-        (
-            "accept it with tolerance=4.9e-2 or precision='amp'",
-            "accept it with --tolerance 4.9e-2 or --precision amp",
-        ),
-        ("with tolerance=0.05.", "with --tolerance 0.05."),
-        ("(precision='fp32,amp' searches it)", "(--precision fp32,amp searches it)"),
-        ("start again with exclude=['compile']", "start again with --exclude compile"),
-        ("could not judge it (cache=False looks again)", "could not judge it (--no-cache looks again)"),
-        ('shape; nan="exact" forbids that', "shape; --nan exact forbids that"),
-        ("give a larger tolerance= to accept that", "give a larger --tolerance to accept that"),
-        ("hz=0: give a positive rate", "--hz 0: give a positive rate"),
-        ("deadline_ms=-1: give a positive one", "--deadline-ms -1: give a positive one"),
-        ("budget_s=inf: give a finite one", "--budget inf: give a finite one"),
-        ("budget_s=-1: give a positive one", "--budget -1: give a positive one"),
-        ("tolerance=inf: give a finite one", "--tolerance inf: give a finite one"),
-        ("tolerance=-1e-09: give 0 or more", "--tolerance -1e-09: give 0 or more"),
-        (
-            "when 2 of 9 sizes were verified: raise budget_s",
-            "when 2 of 9 sizes were verified: raise --budget",
-        ),
-        (
-            "was 90 s, because it is slow: budget_s sets another",
-            "was 90 s, because it is slow: --budget sets another",
-        ),
-        ("submodules: a larger budget_s tries both", "submodules: a larger --budget tries both"),
-        ("no time left (budget_s=12 would do)", "no time left (--budget 12 would do)"),
-        ("need 9 s: give a larger budget_s.", "need 9 s: give a larger --budget."),
-        ("policy='O9': choose from amp, O1", "--policy O9: choose from amp, O1"),
-        ("passes='degroup{': a value", "--passes degroup{: a value"),
-        ("bake-autocast in passes= has a policy", "bake-autocast in --passes has a policy"),
-        ("dynamic: there is no size 'depth'", "--dynamic: there is no size 'depth'"),
-        ("dynamic= has no effect on this", "--dynamic has no effect on this"),
-        ("give tolerance=, or leave it out", "give --tolerance, or leave it out"),
-        ("force=True keeps it, marked", "--force keeps it, marked"),
-        ("leave part='backbone' out", "leave --part backbone out"),
-        ("the batch is dynamic: give one", "the batch is dynamic: give one"),
-        ("tensor(1., device='cuda:0') is one", "tensor(1., device='cuda:0') is one"),
-        ("or do without `verify_key`", "or do without --verify-key"),
-        ("the budget is spent, and x=3 is no option", "the budget is spent, and x=3 is no option"),
-    ],
-)
-def test_arguments_are_written_as_options(text: str, expected: str) -> None:
-    assert in_options(text) == expected
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of models, in a folder whose name looks like an argument."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "budget_s=2" / "hostile_net.py"
+    file.parent.mkdir()
+    file.write_text(CODE)
+    return file
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, list(map(str, arguments)))
 
 
 def test_every_option_is_one_of_the_command_line() -> None:
-    from typer.main import get_command
-
-    from ampopt.cli.app import app
-
-    (command,) = [c for name, c in get_command(app).commands.items() if name == "optimize"]  # type: ignore[attr-defined]
-    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
-    names = ("budget_s=8", "tolerance=1", "precision='amp'", "exclude=['a']", "cache=False", 'nan="keep"')
-    for text in (*names, "passes= has", "device= for"):
-        assert in_options(text).split()[0] in known, text
+    commands = get_command(cli.app).commands.values()  # type: ignore[attr-defined]
+    known = {name for command in commands for each in command.params for name in each.opts}
+    assert {*OPTIONS.values()} <= known | {"--engine", "--provider"}, "those are the robot's"
 
 
-def test_all_texts_of_a_report_are_told_so_and_nothing_else_changes() -> None:
-    table = Table.of(("pass", "ms"), [("compile", Cell("budget_s=9 would do", 3.0))])
-    parts = (table, Facts((("note", "tolerance=0.1"),)), Points(("cache=False looks again",)))
-    document = Document("title", "budget_s=3", "", "plain", (Section("one", parts),), {"budget_s": 3})
-    found = told(document)
-    assert found.subtitle == "--budget 3"
-    made = found.sections[0].parts
-    assert made[0] == dataclasses.replace(
-        table, rows=((table.rows[0][0], dataclasses.replace(table.rows[0][1], text="--budget 9 would do")),)
-    )
-    assert made[1:] == (Facts((("note", "--tolerance 0.1"),)), Points(("--no-cache looks again",)))
-    assert found.data == {"budget_s": 3}
+def test_what_is_quoted_in_an_error_stays_as_it_is(code: Path) -> None:
+    for model in ("Failing", "unmade"):
+        result = call("optimize", f"{code}:{model}", *EXAMPLE, "--budget", 3)
+        assert result.exit_code == 1
+        assert HOSTILE in result.stderr
+    for name in ("budget_s/no.json", "policy='half'.json", "tolerance=1.json"):
+        path = code.parent / "nowhere" / name
+        assert str(path) in call("optimize", f"{code}:Branching", *EXAMPLE, "--json", path).stderr
+
+
+def test_what_is_quoted_in_a_report_stays_as_it_is_and_options_are_told(code: Path, tmp_path: Path) -> None:
+    report, markdown, data = (tmp_path / f"budget_s.{kind}" for kind in ("html", "md", "json"))
+    files = ("--report", report, "--markdown", markdown, "--json", data)
+    command = ("optimize", f"{code}:Branching", *EXAMPLE, "--budget", 3, "--dynamic", "batch=1..2")
+    printed = call(*command, *files).stdout
+    notes = " ".join(json.loads(data.read_text())["notes"])
+    for text in (printed, notes, markdown.read_text(), html.unescape(report.read_text())):
+        told = " ".join(text.replace("\\", "").split())  # lines are broken, and Markdown's signs escaped
+        assert 'chosen(self.budget_s(x), policy="half", force=True)' in told
+        assert "--dynamic has no effect" in told
+
+
+def test_an_error_is_told_in_options_within_a_command_alone(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> float:
+        return number("tolerance", -1e-9, positive=False, advice="0 or more")
+
+    monkeypatch.setattr(ampopt, "optimize", refuse)
+    result = call("optimize", f"{code}:Branching", *EXAMPLE)
+    assert result.stderr == "error: --tolerance -1e-09: give 0 or more\n"
+    with pytest.raises(InputError, match=r"^tolerance=-1e-09: give 0 or more$"):
+        refuse()
+
+
+def test_the_robots_command_line_names_its_options_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "engine='openvino'")
+    assert ampopt.robot.main([path, "--engine", "openvino", "--provider", "X"]) == ampopt.robot.REFUSED
+    assert "--provider X is ONNX Runtime's: leave it out, or --engine openvino" in capsys.readouterr().err
+    assert ampopt.robot.main([path]) == ampopt.robot.REFUSED
+    assert "engine='openvino'" in capsys.readouterr().err
+    with pytest.raises(
+        InputError, match="provider='X' is ONNX Runtime's: leave it out, or engine='openvino'"
+    ):
+        ampopt.robot.load(path, engine="openvino", provider="X")

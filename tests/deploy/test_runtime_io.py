@@ -246,7 +246,7 @@ def test_optimize_takes_examples_in_the_lanes_dtype_too_and_says_what_the_result
     options: dict[str, Any] = {"passes": "bake-autocast", "budget_s": 5.0, "cache": False}
     fast = optimize(model, rows().to(LOW), precision="amp", io="lane", **options)
     assert right(fast(rows().to(LOW)), model(rows()))
-    assert any('io="lane": it takes and gives bfloat16' in note for note in fast.report.notes)
+    assert any("io='lane': it takes and gives bfloat16" in note for note in fast.report.notes)
     assert fast.report.model == "Sequential"
     assert fast.report.inputs == ("bfloat16[8, 16] on cpu",)
 

@@ -56,6 +56,34 @@ def test_what_cuda_computes_in_float32_gets_a_cast(
     assert widened(program_after_linear(function)) == expected
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_computed_in_float16_without_a_gpu_too(layer: type[nn.RNNBase]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), layer(8, 6))
+    program = program_of(model.eval(), torch.randn(5, 1, 8))
+    assert targets_of(with_widening_casts(program)) == targets_of(program)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_so_are_their_cells(cell: type[nn.RNNCellBase]) -> None:
+    program = program_of(nn.Sequential(nn.Linear(8, 8), cell(8, 6)).eval(), torch.randn(2, 8))
+    with_widening_casts(program)
+
+
+def test_a_recurrent_layer_taken_out_of_autocast_is_fed_float32() -> None:
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = nn.Linear(8, 8), nn.GRU(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            with torch.autocast(x.device.type, enabled=False):
+                result: Tensor = self.layer(y.float())[0]
+            return result
+
+    assert widened(program_of(Guarded().eval(), torch.randn(5, 1, 8))) == ["to"]
+
+
 def test_what_is_float32_already_is_not_cast() -> None:
     program = program_of(Model(lambda m, x: torch.softmax(x, -1)), ROWS)
     assert targets_of(with_widening_casts(program)) == targets_of(program)
