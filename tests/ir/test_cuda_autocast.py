@@ -57,14 +57,16 @@ def test_what_cuda_computes_in_float32_gets_a_cast(
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_are_computed_in_float16_without_a_gpu_too(layer: type[nn.RNNBase]) -> None:
+def test_recurrent_layers_are_computed_in_float16_without_a_gpu_too(
+    layer: Callable[[int, int], nn.Module],
+) -> None:
     model = nn.Sequential(nn.Linear(8, 8), layer(8, 6))
     program = program_of(model.eval(), torch.randn(5, 1, 8))
     assert targets_of(with_widening_casts(program)) == targets_of(program)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_so_are_their_cells(cell: type[nn.RNNCellBase]) -> None:
+def test_so_are_their_cells(cell: Callable[[int, int], nn.Module]) -> None:
     program = program_of(nn.Sequential(nn.Linear(8, 8), cell(8, 6)).eval(), torch.randn(2, 8))
     with_widening_casts(program)
 

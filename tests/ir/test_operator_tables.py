@@ -23,7 +23,10 @@ def tables() -> ModuleType:
 
 
 def exported(forward: nn.Module) -> torch.export.ExportedProgram:
-    return torch.export.export(forward, (torch.ones(2, 3),)).run_decompositions()
+    found: torch.export.ExportedProgram = torch.export.export(
+        forward, (torch.ones(2, 3),)
+    ).run_decompositions()
+    return found
 
 
 def test_they_are_looked_through_once_in_a_capture(
@@ -62,7 +65,8 @@ def test_a_composite_operator_that_is_registered_between_two_captures_is_decompo
     library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
 
     def twice(_: nn.Module, x: Tensor) -> Tensor:
-        return torch.ops.ampopt_tests_of_tables.twice(x)
+        result: Tensor = torch.ops.ampopt_tests_of_tables.twice(x)
+        return result
 
     with capturing():
         graph = exported(Model(twice)).graph
