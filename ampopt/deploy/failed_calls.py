@@ -24,15 +24,15 @@ class FailedCalls:
         """`device` is the program's."""
         self._device, self._has_told = device, False
 
-    def reason(self, error: Exception) -> str:
+    def reason(self, error: Exception) -> str | None:
         """Why the original is asked: what the program has failed with.
 
-        Raises the error itself where the original would meet it, too: memory is out, or the device is left
-        unusable; and KeyboardInterrupt where an engine has swallowed one.
+        None where the original would meet the error, too: memory is out, or the device is left unusable.
+        Raises KeyboardInterrupt where an engine has swallowed one.
         """
         check_interrupted(error)
         if lacks_memory(error) or not self._works():
-            raise error
+            return None  # raised from here, the error would keep the tensors of the call alive
         return f"its program failed: {first_line(error)}"
 
     def _works(self) -> bool:

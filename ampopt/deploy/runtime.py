@@ -160,6 +160,8 @@ class OptimizedModule(DeployableGraph):
                         return found
                 except Exception as error:
                     failure = self._failed.reason(error)
+                    if failure is None:
+                        raise
                 else:
                     return self.forward(*args)
                 return self._after(failure, args, kwargs, args)
@@ -184,6 +186,8 @@ class OptimizedModule(DeployableGraph):
                         return result
                 except Exception as error:
                     failure = self._failed.reason(error)
+                    if failure is None:
+                        raise
                 else:
                     return self._general(args, kwargs)
                 return self._after(failure, args, kwargs, args)
@@ -245,6 +249,8 @@ class OptimizedModule(DeployableGraph):
             outputs = served.run(*tensors)
         except Exception as error:
             failure = self._failed.reason(error)
+            if failure is None:
+                raise
         if failure is not None:
             return self._after(failure, args, kwargs, tensors)
         if outputs is None:
@@ -299,7 +305,11 @@ class OptimizedModule(DeployableGraph):
         self, failure: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
     ) -> Any:
         """The original's answer, or its own error alone, to a call in which a program has failed."""
-        result = self._by_original(failure, args, kwargs, tensors)
+        try:
+            result = self._by_original(failure, args, kwargs, tensors)
+        except PassedOnError:  # the code around it answers in the original's place
+            self._failed.tell(shown_all(tensors), failure)
+            raise
         self._failed.tell(shown_all(tensors), failure)
         return result
 

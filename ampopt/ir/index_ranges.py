@@ -15,8 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampopt.ir.aliasing import aliased_by
-from ampopt.ir.graph import arguments, aten, calls, constant, dtype_of, gives_a_tensor, is_constant, shape_of
+from ampopt.ir.graph import arguments, aten, constant, dtype_of, gives_a_tensor, is_constant, shape_of
 
 Range = tuple[int, int]
 """The least and the largest integer that a tensor may hold."""
@@ -24,7 +23,8 @@ Range = tuple[int, int]
 _NAMES = ("index", "indices")
 """The names that PyTorch's operators give to tensors of places."""
 
-_FROM_THE_END = (aten.index.Tensor, aten.index_put.default, aten.take.default, aten.put.default)
+_INDEXED = (aten.index.Tensor, aten.index_put.default)
+_FROM_THE_END = (*_INDEXED, aten.take.default, aten.put.default)
 """Operators that count negative places from the end."""
 
 _PLACES: frozenset[object] = frozenset(
@@ -41,56 +41,108 @@ _POOLINGS: dict[object, int] = {
 }
 """Operators whose integers are places in an image of their input, and its number of dimensions."""
 
-_COPIES: frozenset[object] = frozenset(
+_ELEMENTS: frozenset[object] = frozenset(
     {aten.clone.default, aten.contiguous.default, aten.flip.default, aten.repeat.default, aten.roll.default}
+    | {aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.view_as.default}
+    | {
+        aten.tile.default,
+        aten.expand_as.default,
+        aten.movedim.int,
+        aten.movedim.intlist,
+        aten.repeat_interleave.self_int,
+    }
+    | {aten.swapaxes.default, aten.swapdims.default, aten.meshgrid.default, aten.meshgrid.indexing}
+    | {aten.cat.default, aten.stack.default, aten.broadcast_tensors.default, aten.chunk.default}
+    | {aten.where.self, aten.abs.default, aten.index_select.default, aten.gather.default, aten.take.default}
+    | {aten.index.Tensor, aten.max.dim, aten.min.dim, aten.topk.default, aten.sort.default, aten.sort.stable}
 )
-"""Operators whose results are elements of their input; so are views and casts."""
+"""Operators whose results are elements of tensors that they take, or their absolute values; so are views."""
 
-_JOINED = (aten.cat.default, aten.stack.default)
+_NO_ELEMENTS: dict[object, tuple[str, ...]] = {
+    aten.where.self: ("condition",),
+    **dict.fromkeys((aten.index_select.default, aten.gather.default, aten.take.default), ("index",)),
+    aten.index.Tensor: ("indices",),
+}
+"""The tensors of which they take no elements."""
 
 _COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+_FILLED: dict[object, int | str] = {
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), 0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1),
+    **dict.fromkeys((aten.full.default, aten.full_like.default, aten.new_full.default), "fill_value"),
+}
+"""Operators that fill a tensor with a number, or the argument that is the number."""
 
 _ARITHMETIC: dict[object, Callable[[int, int], int]] = {
     aten.add.Tensor: operator.add,
     aten.sub.Tensor: operator.sub,
     aten.mul.Tensor: operator.mul,
+    aten.minimum.default: min,
+    aten.maximum.default: max,
+    aten.clamp_min.default: max,
+    aten.clamp_max.default: min,
 }
+"""Operators of two operands that grow, or fall, with each of them."""
+
+_QUOTIENTS = (
+    *(aten.floor_divide.default, aten.floor_divide.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode),
+)
+_REMAINDERS = (aten.remainder.Tensor, aten.remainder.Scalar)
 
 
 def may_miss(module: fx.GraphModule) -> Iterator[fx.Node]:
     """The operators that are given a place which may be out of range, after `shapes.record_shapes`."""
     known = dict[fx.Node, Range]()
-    for node in calls(module):
+    for node in module.graph.nodes:  # in this order, so that what a node reads is known
+        if _is_of_integers(node):
+            _range(module, node, known)
         if isinstance(node.target, OpOverload) and any(_misses(module, node, known)):
             yield node
 
 
 def _misses(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Range]) -> Iterator[bool]:
-    """For each tensor of places, whether one may be out of range."""
+    """For each tensor of places, and each number that is computed, whether it may be out of range."""
     given = arguments(node)
     for name in _NAMES:
         places = given.get(name)
-        for number, each in enumerate(places if isinstance(places, Sequence) else [places]):
-            if isinstance(each, fx.Node) and not dtype_of(each).is_floating_point and not _is_mask(each):
-                size = _size(node.target, given, number)
+        places = list(places) if isinstance(places, Sequence) else [places]
+        for number, each in enumerate(places):
+            if not isinstance(each, fx.Node):
+                continue
+            if not gives_a_tensor(each):
+                yield True
+            elif _is_of_integers(each) and not _is_mask(node, each):
+                size = _size(node, given, places[:number])
                 low, high = _range(module, each, known)
                 yield high >= size or low < (-size if node.target in _FROM_THE_END else 0)
 
 
-def _is_mask(node: fx.Node) -> bool:
-    return dtype_of(node) is torch.bool
+def _is_of_integers(node: fx.Node) -> bool:
+    if not gives_a_tensor(node):
+        return False
+    dtype = dtype_of(node)
+    return not dtype.is_floating_point and not dtype.is_complex
 
 
-def _size(target: object, given: dict[str, Any], number: int) -> int:
-    """How many places there are for the indices with this number; 0 where that is not known."""
-    source = given.get("self", given.get("weight"))
+def _is_mask(reader: fx.Node, places: fx.Node) -> bool:
+    """Whether places are told by what is true; bytes count as that where PyTorch's indices are meant."""
+    dtype = dtype_of(places)
+    return dtype is torch.bool or (dtype is torch.uint8 and reader.target in _INDEXED)
+
+
+def _size(node: fx.Node, given: dict[str, Any], before: Sequence[object]) -> int:
+    """How many places there are for indices that follow those `before`; 0 where that is not known."""
+    source, target = given.get("self", given.get("weight")), node.target
     if not isinstance(source, fx.Node):
         return 0
     shape = shape_of(source)
     if target in (aten.take.default, aten.put.default):
         return math.prod(shape)
-    if target in (aten.index.Tensor, aten.index_put.default):
-        return shape[number]
+    if target in _INDEXED:
+        masks = [each for each in before if isinstance(each, fx.Node) and _is_mask(node, each)]
+        dim = len(before) + sum(len(shape_of(each)) - 1 for each in masks)
+        return shape[dim] if dim < len(shape) else 0
     if target in (aten.max_unpool2d.default, aten.max_unpool3d.default):
         return math.prod(given["output_size"])
     if target is aten.embedding.default:
@@ -120,29 +172,87 @@ def _computed(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Range]
         return (int(value.min()), int(value.max())) if value is not None and value.numel() else (0, 0)
     if node.op != "call_function":
         return None
-    source = node.all_input_nodes[0] if node.target is operator.getitem else node
-    if source.target in _PLACES:
+    source, number = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 1)
+    assert isinstance(source, fx.Node)
+    if not isinstance(source.target, OpOverload):
+        return None
+    if number == 1 and source.target in _PLACES:
         return 0, _length(source) - 1
     if source.target in _POOLINGS:
-        return 0, math.prod(shape_of(source.all_input_nodes[0])[-_POOLINGS[source.target] :]) - 1
-    if not isinstance(node.target, OpOverload):
+        return _pooled(source) if number == 1 else None
+    given = arguments(source)
+    if source.target in _ELEMENTS or _is_view(source):
+        return _of_elements(module, source, given, known)
+    if source is not node:
         return None
-    if (compute := _ARITHMETIC.get(node.target)) is not None:
-        pair = [_operand(module, each, known) for each in node.args[:2]]
-        if pair[0] is None or pair[1] is None or node.kwargs:
-            return None
-        ends = [compute(a, b) for a in pair[0] for b in pair[1]]
-        return min(ends), max(ends)
-    if node.target is aten.clamp.default:
-        return _clamped(_operand(module, node.args[0], known), arguments(node))
-    if node.target in _JOINED:
-        ranges = [_operand(module, each, known) or _of_dtype(node) for each in node.all_input_nodes]
-        return min(low for low, _ in ranges), max(high for _, high in ranges)
-    if node.target in _COUNTS:
-        return _counted(arguments(node))
-    if node.target in _COPIES or _is_cast(node) or (aliased_by(node) and len(node.all_input_nodes) == 1):
-        return _operand(module, node.args[0], known)
-    return None
+    return _calculated(node, given, lambda value: _operand(module, value, known))
+
+
+def _calculated(
+    node: fx.Node, given: dict[str, Any], operand: Callable[[object], Range | None]
+) -> Range | None:
+    target = node.target
+    if target in _COUNTS:
+        return _counted(given)
+    if target in _FILLED:
+        filled = _FILLED[target]
+        return operand(given[filled] if isinstance(filled, str) else filled)
+    first = operand(node.args[0]) if node.args else None
+    if first is None:
+        return None
+    if _is_cast(node):
+        return first
+    if target is aten.clamp.default:
+        return _clamped(first, given)
+    if target in (aten.sum.default, aten.sum.dim_IntList, aten.cumsum.default):
+        count = math.prod(shape_of(node.args[0]))  # type: ignore[arg-type]
+        return min(0, first[0] * count, first[0]), max(0, first[1] * count, first[1])
+    second = operand(node.args[1]) if len(node.args) > 1 else None
+    if second is None:
+        return None
+    if target in _REMAINDERS:
+        return (0, second[1] - 1) if second[0] > 0 else None
+    if target in _QUOTIENTS and given.get("rounding_mode", "floor") is not None:
+        low, high = _ends(operator.floordiv, first, second) if second[0] > 0 else _of_dtype(node)
+        return low, high if given.get("rounding_mode") != "trunc" else max(high, 0)
+    if node.kwargs:
+        return None
+    compute = _ARITHMETIC.get(target)
+    return None if compute is None else _ends(compute, first, second)
+
+
+def _ends(compute: Callable[[int, int], int], first: Range, second: Range) -> Range:
+    ends = [compute(a, b) for a in first for b in second]
+    return min(ends), max(ends)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the results of an operator are elements of its input, in its memory and of its dtype."""
+    overload = node.target
+    assert isinstance(overload, OpOverload)
+    shared = [each.alias_info for each in overload._schema.returns if each.alias_info is not None]
+    return overload is not aten.view.dtype and bool(shared) and not any(each.is_write for each in shared)
+
+
+def _of_elements(
+    module: fx.GraphModule, node: fx.Node, given: dict[str, Any], known: dict[fx.Node, Range]
+) -> Range | None:
+    apart, taken = _NO_ELEMENTS.get(node.target, ()), list[fx.Node]()
+    fx.map_arg([value for name, value in given.items() if name not in apart], taken.append)
+    sources = [_operand(module, each, known) for each in taken]
+    found = [each for each in sources if each is not None]
+    if not found or len(found) < len(sources):
+        return None
+    low, high = min(low for low, _ in found), max(high for _, high in found)
+    return (low, high) if node.target is not aten.abs.default else (0, max(-low, high))
+
+
+def _pooled(node: fx.Node) -> Range | None:
+    """The places of maxima; None where a window may lie in the padding alone: its place is none."""
+    given, dims = arguments(node), _POOLINGS[node.target]
+    if any(given.get("padding", ())) and any(step != 1 for step in given.get("dilation", ())):
+        return None
+    return 0, math.prod(shape_of(node.all_input_nodes[0])[-dims:]) - 1
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -152,14 +262,12 @@ def _is_cast(node: fx.Node) -> bool:
 def _operand(module: fx.GraphModule, value: object, known: dict[fx.Node, Range]) -> Range | None:
     if isinstance(value, int):
         return value, value
-    if not isinstance(value, fx.Node) or not gives_a_tensor(value) or dtype_of(value).is_floating_point:
-        return None
-    return _range(module, value, known)
+    return _range(module, value, known) if isinstance(value, fx.Node) and _is_of_integers(value) else None
 
 
-def _clamped(before: Range | None, given: dict[str, Any]) -> Range | None:
+def _clamped(before: Range, given: dict[str, Any]) -> Range | None:
     low, high = given["min"], given["max"]
-    if before is None or not all(each is None or isinstance(each, int) for each in (low, high)):
+    if not all(each is None or isinstance(each, int) for each in (low, high)):
         return None
     bound = [end if low is None else max(end, low) for end in before]
     first, last = (end if high is None else min(end, high) for end in bound)

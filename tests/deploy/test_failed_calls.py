@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from torch import Tensor, nn
 import ampopt
 from ampopt import robot
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import InputError, StrictError
+from ampopt.engines.quick_call import plain
+from ampopt.errors import BundleError, InputError, StrictError
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Result
 from ampopt.measure.ledger import Ledger
@@ -162,6 +166,29 @@ def test_what_the_original_would_meet_is_raised(error: BaseException) -> None:
     assert fast.health.is_good
 
 
+def test_an_error_that_is_raised_keeps_no_tensor_of_the_call() -> None:
+    made: list[weakref.ref[Tensor]] = []
+    failing = Failing()
+
+    def lacking(*tensors: Tensor) -> Sequence[Tensor]:
+        large = tensors[0] + 1
+        made.append(weakref.ref(large))
+        raise MemoryError("for the next tensor")
+
+    fast = module_of(double(), X, passes=(failing,))
+    for way in (OptimizedModule.__call__, long_way, by_name):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.fx.GraphModule, "__call__", lambda _, *tensors: lacking(*tensors))
+            gc.disable()
+            try:
+                with contextlib.suppress(MemoryError):
+                    way(fast, X)
+                assert made[-1]() is None
+            finally:
+                gc.enable()
+    assert len(made) == 3
+
+
 def test_on_a_device_that_is_left_unusable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def unusable(device: torch.device) -> None:
         raise RuntimeError(f"{device} does not answer")
@@ -291,6 +318,24 @@ def test_a_loaded_models_captured_one_answers_where_its_backend_fails(
     assert loaded.health.reasons == {"its program failed: SessionError: no such kernel": 2}
     assert [event.call for event in events] == ["int64[2, 3] on cpu"] * 2
     assert len([r for r in caplog.records if "no such kernel" in r.getMessage()]) == 1
+
+
+def test_a_bundle_whose_program_cannot_run_is_not_loaded_as_one_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The original would pass the self-test in the program's place."""
+    module_of(double(), X).save(tmp_path / "robot.ampopt", onnx=None)
+
+    def broken(program: Program) -> Callable[..., Any]:
+        def run(*tensors: Tensor) -> Sequence[Tensor]:
+            raise RuntimeError("kernel is broken")
+
+        return run
+
+    monkeypatch.setattr("ampopt.bundle_load.executable", broken)
+    monkeypatch.setattr("ampopt.deploy.known_calls.quick", lambda _, run, example: plain(run))
+    with pytest.raises(BundleError, match="kernel is broken"):
+        ampopt.load(tmp_path / "robot.ampopt", backend="ampopt", device="cpu")
 
 
 def test_a_robot_without_the_original_says_which_operator_has_failed(tmp_path: Path) -> None:

@@ -18,6 +18,16 @@ IDS = torch.tensor([[0, 1, 2], [3, 4, 0]])
 X = torch.tensor([[0.1, 0.5, 0.2, 0.3, 0.4], [0.9, 0.1, 0.2, 0.3, 0.4]])
 TABLE, CONSTANT = torch.randn(5, 4), torch.tensor([0, 4, 2])
 
+I16 = torch.tensor([1, 2, 3, 4])
+CUBE, UP = torch.ones(2, 5, 3), torch.tensor([[0, 1, 2]])
+
+
+def _added_often(i: Tensor) -> Tensor:
+    for _ in range(400):
+        i = i + 0 * i
+    return i
+
+
 MISSES: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "embedding": (lambda m, i: F.embedding(i, m.table), IDS),
     "32 bits": (lambda m, i: F.embedding(i, m.table), IDS.int()),
@@ -37,6 +47,27 @@ MISSES: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "of a longer dimension": (lambda m, x: m.table[x.repeat(1, 2).argmax(1)], X),
     "moved": (lambda m, x: m.table[x.argmax(1) + 1], X),
     "goes around": (lambda m, i: m.table[(i.clamp(0, 1) + 2**62) * 4], IDS),
+    "largest values": (lambda m, i: m.table[i.max(1)[0]], IDS),
+    "values in order": (lambda m, i: m.table[i.sort(1)[0]], IDS),
+    "numbers by a mask": (lambda m, x: m.table[torch.where(x > 9, 50, 1)], X),
+    "squares": (lambda m, i: m.table[torch.square(i.clamp(0, 4))], UP),
+    "a mask times": (lambda m, x: m.table[torch.multiply((x > 9).long(), 50)], X),
+    "differences": (lambda m, i: m.table.gather(0, torch.diff(i.clamp(0, 4))), UP),
+    "other bits": (lambda m, i: m.table[i.to(torch.uint8).view(torch.int16).long().clamp(max=4)], I16),
+    "after a mask": (
+        lambda m, x: (x[:, :, None] + CUBE).index_put((x > 0, x[0].argmax()[None]), torch.ones(())),
+        X,
+    ),
+    "divided": (lambda m, i: m.table[i.clamp(0, 11) // 2], IDS),
+    "remainder": (lambda m, i: m.table[i % 6], IDS),
+    "counted": (lambda m, x: m.table[(x > 0.5).long().cumsum(1)], X),
+    "a place of all": (lambda m, x: x[:, x[0].argmax()], X),
+    "windows in the padding": (
+        lambda m, x: F.max_unpool2d(
+            torch.ones(1, 2, 5), F.max_pool2d(x[None], (1, 2), 1, (0, 1), (1, 2), return_indices=True)[1], 1
+        ),
+        torch.ones(2, 5),
+    ),
     "unpooling": (lambda m, i: F.max_unpool2d(torch.ones(1, 2, 3), i[None], [1, 1], [1, 1]), IDS),
 }
 HITS: dict[str, tuple[Callable[..., Any], Tensor]] = {
@@ -56,6 +87,19 @@ HITS: dict[str, tuple[Callable[..., Any], Tensor]] = {
     ),
     "joined": (lambda m, x: m.table[torch.cat([x.argmax(1), x.argmin(1) - 5])], X),
     "a mask": (lambda m, x: torch.where(x > 0.5, x, 0.0), X),
+    "filled": (lambda m, x: m.table[torch.zeros(2, dtype=torch.long) + 4] * x.sum(), X),
+    "bounded by both": (lambda m, i: m.table[i.clamp_min(0).clamp_max(4)], IDS),
+    "quotient": (lambda m, x: m.table[x.reshape(-1).topk(3)[1] // 2], X),
+    "rounded quotient": (
+        lambda m, x: m.table[torch.div(x.reshape(-1).topk(3)[1], 2, rounding_mode="trunc")],
+        X,
+    ),
+    "remainder that fits": (lambda m, i: m.table[i % 5], IDS),
+    "counted in range": (lambda m, x: m.table[(x[0, :3] > 0.5).long().cumsum(0)], X),
+    "chosen": (lambda m, x: m.table[torch.where(x[:, :3] > 0.5, m.constant, x.argsort(1)[:, :3])], X),
+    "chunks": (lambda m, x: m.table[x.argsort(1).chunk(2, 1)[0]], X),
+    "of constants by places": (lambda m, x: m.table[m.constant[x.topk(2, 1)[1] % 3]], X),
+    "far along": (lambda m, x: m.table[_added_often(x.argmax(1))], X),
     "copied": (lambda m, x: m.table[x.argmax(1).clone().int()], X),
 }
 
