@@ -141,8 +141,8 @@ def _size(node: fx.Node, given: dict[str, Any], before: Sequence[object]) -> int
         return math.prod(shape)
     if target in _INDEXED:
         masks = [each for each in before if isinstance(each, fx.Node) and _is_mask(node, each)]
-        dim = len(before) + sum(len(shape_of(each)) - 1 for each in masks)
-        return shape[dim] if dim < len(shape) else 0
+        place = len(before) + sum(len(shape_of(each)) - 1 for each in masks)
+        return shape[place] if place < len(shape) else 0
     if target in (aten.max_unpool2d.default, aten.max_unpool3d.default):
         return math.prod(given["output_size"])
     if target is aten.embedding.default:

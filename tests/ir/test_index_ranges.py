@@ -64,7 +64,9 @@ MISSES: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "a place of all": (lambda m, x: x[:, x[0].argmax()], X),
     "windows in the padding": (
         lambda m, x: F.max_unpool2d(
-            torch.ones(1, 2, 5), F.max_pool2d(x[None], (1, 2), 1, (0, 1), (1, 2), return_indices=True)[1], 1
+            torch.ones(1, 2, 5),
+            F.max_pool2d(x[None], (1, 2), 1, (0, 1), (1, 2), return_indices=True)[1],
+            (1, 1),
         ),
         torch.ones(2, 5),
     ),
