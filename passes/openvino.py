@@ -160,15 +160,18 @@ class Openvino(Engine):
         return runner
 
 
-def computed_otherwise(program: Program) -> tuple[fx.Node, str] | None:
-    """The first node of a program that OpenVINO computes otherwise than PyTorch, and how; see `Openvino`."""
+def computed_otherwise(program: Program, *, varies: bool = False) -> tuple[fx.Node, str] | None:
+    """The first node of a program that OpenVINO computes otherwise than PyTorch, and how; see `Openvino`.
+
+    `varies`: the sizes of its inputs do.
+    """
     module = record_shapes(program)
     for node in module.graph.nodes:
         if (reason := _why_wider(node)) is not None:
             return node, reason
         if not program.lane.is_mixed and node.op == "call_function" and _is_low(node):
             return node, "OpenVINO leaves roundings to 16 bits out"
-    for node in may_miss(module):
+    for node in may_miss(module, varies=varies):
         return node, "OpenVINO answers where a place is out of range, and PyTorch raises an error"
     return None
 

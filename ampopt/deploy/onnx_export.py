@@ -163,7 +163,7 @@ def export_onnx(
     is_dynamic = any(dims)
     traced = capture_dynamic(original, captured, dims, sizes) if is_dynamic else captured
     program = portable_program(traced, recipe, PRECISIONS[precision], dynamic=is_dynamic)
-    otherwise = why_not_openvino(program, inputs)
+    otherwise = why_not_openvino(program, inputs, varies=is_dynamic)
     model = to_onnx(
         program,
         io=io,

@@ -61,15 +61,16 @@ def autocast_program(captured: Captured) -> Program:
     return _in_half(captured.program, (BakeAutocast(),))
 
 
-def why_not_openvino(program: Program, inputs: Sequence[str]) -> str | None:
+def why_not_openvino(program: Program, inputs: Sequence[str], *, varies: bool = False) -> str | None:
     """Why OpenVINO must not run a portable program, whose inputs have these names; None: it may.
 
-    The rules are those of the pass `openvino`, whether that package is installed or not.
+    The rules are those of the pass `openvino`, whether that package is installed or not. `varies`: the sizes
+    of the inputs do.
     """
     with (
         EmulatedHalf() if program.lane == HALF and program.device.type == "cpu" else contextlib.nullcontext()
     ):
-        found = computed_otherwise(program)
+        found = computed_otherwise(program, varies=varies)
     if found is None:
         return None
     node, reason = found

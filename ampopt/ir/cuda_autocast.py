@@ -26,10 +26,12 @@ from ampopt.ir.program import Program
 
 _CUDA = torch.device("cuda", 0)
 
-_RECURRENT: frozenset[object] = frozenset(
-    {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
-    | {aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default}
-)
+_CELLS: frozenset[object] = frozenset({aten.lstm_cell.default, aten.gru_cell.default})
+
+_RECURRENT: frozenset[object] = _CELLS | {
+    *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
+    *(aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default),
+}
 """Operators for which CUDA's kernels would be asked, without a GPU; autocast has them all in float16."""
 
 
@@ -98,6 +100,8 @@ class _CudaRun(fx.Interpreter):
     def _recurrent(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The results' shapes are those of a CPU, their dtype is autocast's, or the inputs' without it."""
         halved = torch.is_autocast_enabled("cuda")
+        if halved and target in _CELLS:
+            raise ExportError("a CPU's autocast leaves it in float32: use a layer with one step")
         dtype = torch.float16 if halved else next(t.dtype for t in pytree.tree_leaves(args) if _is_float(t))
 
         def like(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -85,23 +85,32 @@ _ARITHMETIC: dict[object, Callable[[int, int], int]] = {
 }
 """Operators of two operands that grow, or fall, with each of them."""
 
+_GOING_AROUND = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
+_WITHOUT_LEAST = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes in which PyTorch finds no least number."""
+
 _QUOTIENTS = (
     *(aten.floor_divide.default, aten.floor_divide.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode),
 )
 _REMAINDERS = (aten.remainder.Tensor, aten.remainder.Scalar)
 
 
-def may_miss(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The operators that are given a place which may be out of range, after `shapes.record_shapes`."""
+def may_miss(module: fx.GraphModule, *, varies: bool = False) -> Iterator[fx.Node]:
+    """The operators that are given a place which may be out of range, after `shapes.record_shapes`.
+
+    If the sizes of the inputs vary, those recorded are no call's: any place that is computed may be.
+    """
     known = dict[fx.Node, Range]()
     for node in module.graph.nodes:  # in this order, so that what a node reads is known
         if _is_of_integers(node):
             _range(module, node, known)
-        if isinstance(node.target, OpOverload) and any(_misses(module, node, known)):
+        if isinstance(node.target, OpOverload) and any(_misses(module, node, known, varies)):
             yield node
 
 
-def _misses(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Range]) -> Iterator[bool]:
+def _misses(
+    module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Range], varies: bool
+) -> Iterator[bool]:
     """For each tensor of places, and each number that is computed, whether it may be out of range."""
     given = arguments(node)
     for name in _NAMES:
@@ -110,7 +119,7 @@ def _misses(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Range]) 
         for number, each in enumerate(places):
             if not isinstance(each, fx.Node):
                 continue
-            if not gives_a_tensor(each):
+            if not gives_a_tensor(each) or (varies and not is_constant(each)):
                 yield True
             elif _is_of_integers(each) and not _is_mask(node, each):
                 size = _size(node, given, places[:number])
@@ -144,7 +153,8 @@ def _size(node: fx.Node, given: dict[str, Any], before: Sequence[object]) -> int
         place = len(before) + sum(len(shape_of(each)) - 1 for each in masks)
         return shape[place] if place < len(shape) else 0
     if target in (aten.max_unpool2d.default, aten.max_unpool3d.default):
-        return math.prod(given["output_size"])
+        counts = given["output_size"]
+        return math.prod(counts) if all(isinstance(each, int) for each in counts) else 0
     if target is aten.embedding.default:
         return shape[0]
     dim = given.get("dim")
@@ -169,7 +179,9 @@ def _computed(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Range]
     """The range of what a node computes; None where nothing is known of it."""
     if is_constant(node):
         value = constant(module, node)
-        return (int(value.min()), int(value.max())) if value is not None and value.numel() else (0, 0)
+        if value is None or value.dtype in _WITHOUT_LEAST:
+            return None
+        return (int(value.min()), int(value.max())) if value.numel() else (0, 0)
     if node.op != "call_function":
         return None
     source, number = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 1)
@@ -182,10 +194,10 @@ def _computed(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Range]
         return _pooled(source) if number == 1 else None
     given = arguments(source)
     if source.target in _ELEMENTS or _is_view(source):
-        return _of_elements(module, source, given, known)
+        return _of_elements(module, source, given, known, node)
     if source is not node:
         return None
-    return _calculated(node, given, lambda value: _operand(module, value, known))
+    return _calculated(node, given, lambda value: _operand(module, value, known, node))
 
 
 def _calculated(
@@ -203,7 +215,7 @@ def _calculated(
     if _is_cast(node):
         return first
     if target is aten.clamp.default:
-        return _clamped(first, given)
+        return _clamped(first, given["min"], given["max"], operand)
     if target in (aten.sum.default, aten.sum.dim_IntList, aten.cumsum.default):
         count = math.prod(shape_of(node.args[0]))  # type: ignore[arg-type]
         return min(0, first[0] * count, first[0]), max(0, first[1] * count, first[1])
@@ -227,19 +239,22 @@ def _ends(compute: Callable[[int, int], int], first: Range, second: Range) -> Ra
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the results of an operator are elements of its input, in its memory and of its dtype."""
+    """Whether the results of one of PyTorch's operators are elements of its input, in its memory."""
     overload = node.target
     assert isinstance(overload, OpOverload)
+    if overload.namespace != "aten" or overload in (aten.view.dtype, aten._neg_view.default):
+        return False
     shared = [each.alias_info for each in overload._schema.returns if each.alias_info is not None]
-    return overload is not aten.view.dtype and bool(shared) and not any(each.is_write for each in shared)
+    return bool(shared) and not any(each.is_write for each in shared)
 
 
 def _of_elements(
-    module: fx.GraphModule, node: fx.Node, given: dict[str, Any], known: dict[fx.Node, Range]
+    module: fx.GraphModule, node: fx.Node, given: dict[str, Any], known: dict[fx.Node, Range], read: fx.Node
 ) -> Range | None:
+    """The range of the results of an operator of elements, or of the one of them that is read."""
     apart, taken = _NO_ELEMENTS.get(node.target, ()), list[fx.Node]()
     fx.map_arg([value for name, value in given.items() if name not in apart], taken.append)
-    sources = [_operand(module, each, known) for each in taken]
+    sources = [_operand(module, each, known, read) for each in taken]
     found = [each for each in sources if each is not None]
     if not found or len(found) < len(sources):
         return None
@@ -259,19 +274,33 @@ def _is_cast(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.overloadpacket in (aten.to, aten._to_copy)
 
 
-def _operand(module: fx.GraphModule, value: object, known: dict[fx.Node, Range]) -> Range | None:
+def _operand(
+    module: fx.GraphModule, value: object, known: dict[fx.Node, Range], reader: fx.Node
+) -> Range | None:
+    """The range of an operand; None where its reader takes other numbers: it casts them to its own dtype.
+
+    Sums, differences and products go around as their operands do.
+    """
     if isinstance(value, int):
-        return value, value
-    return _range(module, value, known) if isinstance(value, fx.Node) and _is_of_integers(value) else None
-
-
-def _clamped(before: Range, given: dict[str, Any]) -> Range | None:
-    low, high = given["min"], given["max"]
-    if not all(each is None or isinstance(each, int) for each in (low, high)):
+        found = value, value
+    elif isinstance(value, fx.Node) and _is_of_integers(value):
+        found = _range(module, value, known)
+    else:
         return None
-    bound = [end if low is None else max(end, low) for end in before]
-    first, last = (end if high is None else min(end, high) for end in bound)
-    return first, last
+    whole = _of_dtype(reader)
+    is_taken = (whole[0] <= found[0] and found[1] <= whole[1]) or reader.target in _GOING_AROUND
+    return found if is_taken else None
+
+
+def _clamped(
+    before: Range, low: object, high: object, operand: Callable[[object], Range | None]
+) -> Range | None:
+    for bound, limit in ((low, max), (high, min)):
+        if bound is not None:
+            if (number := operand(bound)) is None:
+                return None
+            before = limit(before[0], number[0]), limit(before[1], number[1])
+    return before
 
 
 def _counted(given: dict[str, Any]) -> Range | None:

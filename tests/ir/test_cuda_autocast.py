@@ -65,10 +65,18 @@ def test_recurrent_layers_are_computed_in_float16_without_a_gpu_too(
     assert targets_of(with_widening_casts(program)) == targets_of(program)
 
 
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_so_are_their_cells(cell: Callable[[int, int], nn.Module]) -> None:
+def test_so_is_a_cell_of_an_rnn() -> None:
+    program = program_of(nn.Sequential(nn.Linear(8, 8), nn.RNNCell(8, 6)).eval(), torch.randn(2, 8))
+    assert targets_of(with_widening_casts(program)) == targets_of(program)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_cells_that_a_cpus_autocast_leaves_out_are_refused_by_name(
+    cell: Callable[[int, int], nn.Module],
+) -> None:
     program = program_of(nn.Sequential(nn.Linear(8, 8), cell(8, 6)).eval(), torch.randn(2, 8))
-    with_widening_casts(program)
+    with pytest.raises(ExportError, match=r"_cell .*leaves it in float32: use a layer with one step"):
+        with_widening_casts(program)
 
 
 def test_a_recurrent_layer_taken_out_of_autocast_is_fed_float32() -> None:

@@ -19,6 +19,7 @@ X = torch.tensor([[0.1, 0.5, 0.2, 0.3, 0.4], [0.9, 0.1, 0.2, 0.3, 0.4]])
 TABLE, CONSTANT = torch.randn(5, 4), torch.tensor([0, 4, 2])
 
 I16 = torch.tensor([1, 2, 3, 4])
+WIDE = torch.tensor(4 + 2**40)
 CUBE, UP = torch.ones(2, 5, 3), torch.tensor([[0, 1, 2]])
 
 
@@ -47,6 +48,14 @@ MISSES: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "of a longer dimension": (lambda m, x: m.table[x.repeat(1, 2).argmax(1)], X),
     "moved": (lambda m, x: m.table[x.argmax(1) + 1], X),
     "goes around": (lambda m, i: m.table[(i.clamp(0, 1) + 2**62) * 4], IDS),
+    "of bytes by more": (lambda m, i: m.table[(i // 300).long()], UP.to(torch.uint8)),
+    "bytes above less": (lambda m, i: m.table[i.clamp(0, 3).clamp(min=-5).long()[:0]], UP.to(torch.uint8)),
+    "short below more": (lambda m, i: m.table[torch.minimum(i.clamp(0, 3), WIDE).long()], UP.to(torch.int8)),
+    "short or wide": (
+        lambda m, i: m.table[torch.where(i > 9, WIDE, i.clamp(0, 3)).long()],
+        UP.to(torch.int8),
+    ),
+    "negated view": (lambda m, i: m.table[torch._neg_view(i.clamp(0, 4))], UP),
     "largest values": (lambda m, i: m.table[i.max(1)[0]], IDS),
     "values in order": (lambda m, i: m.table[i.sort(1)[0]], IDS),
     "numbers by a mask": (lambda m, x: m.table[torch.where(x > 9, 50, 1)], X),
@@ -119,3 +128,20 @@ def test_a_place_that_may_be_out_of_range_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", HITS)
 def test_a_place_that_is_in_range_is_none(name: str) -> None:
     assert missing(*HITS[name]) == []
+
+
+def test_sizes_that_vary_leave_constants_alone() -> None:
+    def missed(function: Callable[..., Any], *, varies: bool) -> int:
+        model = Model(function, table=TABLE.clone(), constant=CONSTANT.clone()).eval()
+        return len(list(may_miss(record_shapes(program_of(model, X)), varies=varies)))
+
+    assert missed(HITS["largest"][0], varies=False) == 0
+    assert missed(HITS["largest"][0], varies=True) == 1
+    assert missed(HITS["a constant"][0], varies=True) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_of_unsigned_constants_nothing_is_known(dtype: torch.dtype) -> None:
+    model = Model(lambda m, x: m.table[m.places.long()] + x.sum(), table=TABLE.clone())
+    model.register_buffer("places", torch.tensor([0, 4]).to(dtype))
+    assert len(list(may_miss(record_shapes(program_of(model.eval(), X))))) == 1
