@@ -52,10 +52,7 @@ LOOK_UPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "divided, down": lambda i: torch.div(i, 3, rounding_mode="floor"),
-    "divided, to zero": lambda i: torch.div(i, -3, rounding_mode="trunc"),
-    "divided by its other name": lambda i: torch.divide(i, other=-3, rounding_mode="trunc"),
     "divided by another, down": lambda i: torch.div(i, i.flip(0), rounding_mode="floor"),
-    "divided by another, to zero": lambda i: torch.div(i, -i.flip(0), rounding_mode="trunc"),
     "divided by the operator": lambda i: i // 3,
     "divided by -1, down": lambda i: i // -1,
     "divided by a constant, down": lambda i: i // torch.tensor([-1, 3, -1]),
@@ -116,20 +113,22 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "count of integers": lambda i: (i > 1).long().sum(),
 }
 
+TRUNCATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided, to zero": lambda i: torch.div(i, -3, rounding_mode="trunc"),
+    "divided by its other name": lambda i: torch.divide(i, other=-3, rounding_mode="trunc"),
+    "divided by another, to zero": lambda i: torch.div(i, -i.flip(0), rounding_mode="trunc"),
+}
+"""PyTorch dies where it divides the smallest integer so."""
 
-def runner_of(function: Callable[[Tensor], Tensor], ids: Tensor) -> OnnxRunner:
+
+def runner_of(function: Callable[[Tensor], Any], ids: Tensor) -> OnnxRunner:
     import onnx_ir
 
     graph = program_of(Model(lambda m, i: function(i)), ids).graph
-    model = model_of(graph, (ids,), OPSETS["onnxruntime"], ["x"], ["y"], ({},))
+    (results,) = graph.graph.output_node().args
+    names = [f"y{place}" for place in range(len(results))]  # type: ignore[arg-type]
+    model = model_of(graph, (ids,), OPSETS["onnxruntime"], ["x"], names, ({},))
     return OnnxRunner(onnx_ir.to_proto(model).SerializeToString(), SessionOptions())
-
-
-def bounds_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[int]:
-    """The dtype's largest integer, and its smallest one where PyTorch divides that without dying."""
-    graph = program_of(Model(lambda m, i: function(i)), IDS.to(dtype)).graph
-    ends = any(node.kwargs.get("rounding_mode") == "trunc" for node in calls(graph, DIVISIONS))
-    return [torch.iinfo(dtype).max, *([] if ends else [torch.iinfo(dtype).min])]
 
 
 def answer_of(call: Callable[[], Tensor]) -> Tensor | None:
@@ -152,15 +151,22 @@ def test_an_index_that_eager_refuses_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("name", ARITHMETIC)
-def test_integers_are_exact(name: str, dtype: torch.dtype) -> None:
-    function = ARITHMETIC[name]
-    runner = runner_of(function, IDS.to(dtype))
+@pytest.mark.parametrize("table", [ARITHMETIC, TRUNCATED], ids=["all numbers", "all but the smallest"])
+def test_integers_are_exact(table: dict[str, Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
+    """One file has all operators of a table, each of which is compared for itself."""
+    runner = runner_of(lambda i: tuple(function(i) for function in table.values()), IDS.to(dtype))
     large = [2**24 + 1, 3 * (2**24 + 1)] + [2**53 + 1, 2**62 + 1, -(2**40) - 1] * (dtype is torch.int64)
     vectors = [[1, value, -4] for value in (-7, -1, 5, *large)]
-    for numbers in (*vectors, *([bound] * 3 for bound in bounds_of(function, dtype))):
+    bounds = [torch.iinfo(dtype).max, *([torch.iinfo(dtype).min] if table is ARITHMETIC else [])]
+    for numbers in (*vectors, *([bound] * 3 for bound in bounds)):
         ids = torch.tensor(numbers, dtype=dtype)
-        torch.testing.assert_close(torch.from_numpy(runner(ids.numpy())[0]), function(ids), rtol=0, atol=0)
+        for (name, function), found in zip(table.items(), runner(ids.numpy()), strict=True):
+            torch.testing.assert_close(
+                *(torch.from_numpy(found), function(ids)),
+                rtol=0,
+                atol=0,
+                msg=lambda m, at=f"{name} of {numbers}": f"{at}: {m}",
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -195,7 +201,7 @@ def test_a_size_that_varies_divides_as_it_did(tmp_path: Path) -> None:
 
 
 def test_every_form_is_used_by_one_of_these() -> None:
-    functions: list[Any] = [*LOOK_UPS.values(), *ARITHMETIC.values()]
+    functions: list[Any] = [*LOOK_UPS.values(), *ARITHMETIC.values(), *TRUNCATED.values()]
     graph = program_of(Model(lambda m, i: tuple(f(i) for f in functions)), IDS).graph
     used = {node.target for node in calls(graph, [*INDEXED, *DIVISIONS, *PLACES])}
     assert INDEXED.keys() - used <= {aten.scatter.reduce, aten.scatter.value_reduce}  # PyTorch warns of them
