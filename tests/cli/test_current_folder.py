@@ -16,6 +16,8 @@ import ampopt
 from ampopt.cli import app as cli
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.system.cache_folder import cache_folder
+from tests.cli.test_app import QUICK
+from tests.support.cases import CEILINGS
 
 CODE = """
 import os
@@ -42,6 +44,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a model's code that changes it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ampopt.diagnosing.measure_ceilings", lambda *_: CEILINGS)
+    monkeypatch.setattr("ampopt.diagnosis.findings.cold_calls.IDLE_S", 0.01)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "moving_net.py").write_text(CODE)
     (tmp_path / "step_there.py").write_text(STEP)
@@ -58,17 +62,19 @@ def _written(here: Path, *arguments: str) -> set[str]:
 
 
 FILES = ("--report", "d.html", "--json", "d.json")
+BRIEFLY = ("moving_net.py:net", "--budget", "2")
+WITHOUT_ENGINES = (*BRIEFLY, *QUICK[2:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("diagnose", "moving_net.py:net", "--budget", "2", *FILES, "--trace", "t.json"),
-        ("optimize", "moving_net.py:net", "--budget", "2", *FILES, "--markdown", "d.md"),
-        ("compare", "moving_net.py:net", "--budget", "2", *FILES, "--markdown", "d.md"),
-        ("export", "moving_net.py:net", "--budget", "5", "-o", "d.onnx", "--json", "d.json"),
-        ("export", "moving_net.py:net", "--budget", "5", "-o", "d.ampopt", "--json", "d.json"),
+        ("diagnose", *BRIEFLY, *FILES, "--trace", "t.json"),
+        ("optimize", *WITHOUT_ENGINES, *FILES, "--markdown", "d.md"),
+        ("compare", *WITHOUT_ENGINES, *FILES, "--markdown", "d.md"),
+        ("export", *WITHOUT_ENGINES, "-o", "d.onnx", "--json", "d.json"),
+        ("export", *WITHOUT_ENGINES, "-o", "d.ampopt", "--json", "d.json"),
     ],
 )
 def test_files_are_written_to_the_folder_that_the_command_began_in(here: Path, arguments: Any) -> None:

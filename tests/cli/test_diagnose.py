@@ -83,8 +83,10 @@ def step(model, optimizer, image):
 """
 
 
-@pytest.mark.slow
-def test_a_training_step_and_the_users_own(model: str, tmp_path: Path) -> None:
+def test_a_training_step_and_the_users_own(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.5)
     (tmp_path / "own_step.py").write_text(STEP)
     options = ("--train", "--optimizer", "adamw", "--step", f"{tmp_path / 'own_step.py'}:step")
     report = tmp_path / "d.json"

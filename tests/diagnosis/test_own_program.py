@@ -20,13 +20,16 @@ from ampopt.diagnosis.own_program import OwnKernel, kernels_in, matched, own_ker
 from ampopt.engines.divided import Chain, divided
 from ampopt.errors import InputError
 from ampopt.ir.graph import calls
+from ampopt.ir.lanes import FP32
 from ampopt.ir.origin import Origin
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Pass
+from ampopt.ir.transform import Pass, Recipe
+from ampopt.measure.ledger import Ledger
 from ampopt.passes import ChannelsLast, Compile, FoldConvBn, OnnxRuntime
 from benchmarks.models import WORKLOADS
 from tests.helpers import program_of
 from tests.support.cases import CEILINGS, case_of
+from tests.support.planted import captured_of
 
 
 class Small(nn.Module):
@@ -227,18 +230,24 @@ def test_a_layers_column_has_the_kernels_that_compute_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_diagnosis_with_the_optimized_module() -> None:
+@pytest.mark.usefixtures("exports_kept")
+def test_a_diagnosis_with_the_optimized_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
     torch.default_generator.manual_seed(0)
     model, x = Small().eval(), torch.randn(1, 3, 32, 32)
-    fast = ampopt.optimize(model, x, budget_s=20, exclude=["compile", "openvino"], progress=False)
+    original, captured = captured_of(model, x)
+    program = with_engine(OnnxRuntime(session=()), FoldConvBn().apply(captured.program).program)
+    recipe = Recipe(FP32, (FoldConvBn(), OnnxRuntime(session=())))
+    fast = ampopt.OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
+    monkeypatch.setattr("ampopt.diagnosing.measure_ceilings", lambda *_: CEILINGS)
+    monkeypatch.setattr("ampopt.diagnosis.findings.cold_calls.IDLE_S", 0.01)
     found = ampopt.diagnose(model, x, optimized=fast, budget_s=60, progress=False)
     assert OPTIMIZED in found.latency
-    if not fast.health.chose_original:
-        check_attributed(found.own)
-        assert any(OPTIMIZED in layer.spent for layer in found.layers)
-        assert "kernels of the optimized program" in str(found)
-        assert max(map(len, str(found).splitlines())) <= 80
-        assert found.to_dict()["own_kernels"][0]["nodes"]
+    check_attributed(found.own)
+    assert any(OPTIMIZED in layer.spent for layer in found.layers)
+    assert "kernels of the optimized program" in str(found)
+    assert max(map(len, str(found).splitlines())) <= 80
+    assert found.to_dict()["own_kernels"][0]["nodes"]
     with pytest.raises(InputError, match=r"optimized= is a program for float32\[1, 3, 32, 32\] on cpu"):
         ampopt.diagnose(model, torch.randn(2, 3, 32, 32), optimized=fast, progress=False)
     with pytest.raises(InputError, match=r"optimized= takes what ampopt\.optimize returns"):

@@ -82,6 +82,14 @@ class Spare(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few samples as there may be."""
+    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
+    monkeypatch.setattr("ampopt.diagnosis.training.PARTS_S", 0.0)
+
+
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("is_made", [False, True])
 def test_only_weights_that_get_gradients_are_told_to_cost_time(is_made: bool) -> None:
     model = Spare().train()
@@ -95,9 +103,8 @@ def test_only_weights_that_get_gradients_are_told_to_cost_time(is_made: bool) ->
     assert "unused" not in told[0]
 
 
-def test_an_optimizer_for_matrices_alone_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
-
+@pytest.mark.usefixtures("brief")
+def test_an_optimizer_for_matrices_alone_can_be_named() -> None:
     class OfMatrices(torch.optim.SGD):
         def __init__(self, parameters: Any, lr: float = 0.1) -> None:
             super().__init__(parameters, lr)
@@ -113,9 +120,8 @@ def test_an_optimizer_for_matrices_alone_can_be_named(monkeypatch: pytest.Monkey
         measure_training(case_of(optimizer=OfMatrices), lambda *_: None)
 
 
-def test_every_way_is_timed_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
-    monkeypatch.setattr("ampopt.diagnosis.training.PARTS_S", 0.0)
+@pytest.mark.usefixtures("brief")
+def test_every_way_is_timed_and_trains() -> None:
     case = case_of(step=again_after_scaler)
     measure_training(case, lambda *_: None)
     ways = {"fp32", "amp", "amp + channels_last", "yours", "yours, updating once"}
@@ -180,12 +186,9 @@ def test_the_loss_where_none_is_given_needs_numbers() -> None:
         mean_square(torch.tensor([1]))
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("loss", [None, loss_of])
-def test_times_of_another_loss_than_the_steps_are_told_apart(
-    loss: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
-    monkeypatch.setattr("ampopt.diagnosis.training.PARTS_S", 0.0)
+def test_times_of_another_loss_than_the_steps_are_told_apart(loss: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"loss": loss, "step": clean, "budget_s": 60, "progress": False}
     found = ampopt.diagnose(net().train(), batch(), train=True, **options)
     losses = {way: times["loss"] for way, times in found.to_dict()["training"].items()}
@@ -197,7 +200,7 @@ def test_times_of_another_loss_than_the_steps_are_told_apart(
         assert ("mean square" in text) == (loss is None)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("brief")
 def test_a_whole_diagnosis_leaves_everything_as_it_was(tmp_path: Path) -> None:
     model = net().train()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.networks import EncDecMil18
 from tests.helpers import Model, with_statistics
 from tests.support.exporting import IMAGE, export, run, shapes_of
 
@@ -99,12 +98,28 @@ def test_these_operators_are_exported_and_verified(case: str, precision: str, tm
     assert half == (precision == "fp16")
 
 
-@pytest.mark.slow
+def unpooling() -> nn.Module:
+    """Two stages down and up, whose indices cross over as in an encoder and decoder."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        x, first = m.pool(m.stages[0](x))
+        x, second = m.pool(m.stages[1](x))
+        out: Tensor = m.head(m.stages[3](m.unpool(m.stages[2](m.unpool(x, second)), first)))
+        return out
+
+    stages = [(3, 8), (8, 8), (8, 8), (8, 8)]
+    layers = [
+        nn.Sequential(nn.Conv2d(*widths, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for widths in stages
+    ]
+    pools = {"pool": nn.MaxPool2d(2, return_indices=True), "unpool": nn.MaxUnpool2d(2)}
+    return Model(function, stages=nn.ModuleList(layers), head=nn.Conv2d(8, 1, 1), **pools)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_unpooling_with_indices_is_exported(precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = tmp_path / "m.onnx"
-    report = export(with_statistics(EncDecMil18()), path, IMAGE, precision=precision)
+    report = export(with_statistics(unpooling()), path, IMAGE, precision=precision)
     assert report.verified
     assert not [n for n in onnx.load(path).graph.node if n.op_type == "BatchNormalization"]
 

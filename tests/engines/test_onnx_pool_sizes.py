@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ampopt.engines.executable import executable
 from ampopt.passes import OnnxRuntime, Openvino
-from tests.helpers import Model, program_of
+from tests.helpers import program_of
+from tests.support.side_by_side import results_by_name, side_by_side
 
 pytest.importorskip("onnxscript")
 
@@ -57,24 +58,29 @@ PLACES: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
 """Maxima with their places, which OpenVINO gives other ones of."""
 
 
+def spoilt(x: Tensor) -> Tensor:
+    changed = x.clone()
+    changed.view(-1)[40] = math.nan
+    return changed
+
+
 @pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        *((name, OnnxRuntime(session=())) for name in (*FUNCTIONS, *PLACES)),
-        *((name, Openvino(options=())) for name in FUNCTIONS),
-    ],
+    ("engine", "table"),
+    [(OnnxRuntime(session=()), {**FUNCTIONS, **PLACES}), (Openvino(options=()), FUNCTIONS)],
+    ids=["onnxruntime", "openvino"],
 )
-def test_engines_compute_what_eager_does(name: str, engine: Any) -> None:
+def test_engines_compute_what_eager_does(
+    engine: Any, table: dict[str, tuple[Callable[[Tensor], Any], Tensor]]
+) -> None:
     for package in engine.packages:
         pytest.importorskip(package)
-    function, x = {**FUNCTIONS, **PLACES}[name]
-    applied = engine.apply(program_of(Model(lambda m, x: function(x)).eval(), x))
+    functions = {name: function for name, (function, _) in table.items()}
+    images = [x.clone() for _, x in table.values()]
+    applied = engine.apply(program_of(side_by_side(functions), *images))
     assert applied.rewrites == 1
     run = executable(applied.program)
-    spoilt = x.clone()
-    spoilt.view(-1)[40] = math.nan
-    for given in (x, x - 100, spoilt):
-        expected = function(given)
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        for mine, its in zip(run(given), expected, strict=True):
-            torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5, equal_nan=True)
+    for given in (images, [x - 100 for x in images], [spoilt(x) for x in images]):
+        for name, mine, its in results_by_name(functions, given, run(*given)):
+            torch.testing.assert_close(
+                mine, its, rtol=1e-5, atol=1e-5, equal_nan=True, msg=f"{name}: {{}}".format
+            )

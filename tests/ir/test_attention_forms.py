@@ -130,9 +130,11 @@ def test_attention_is_eager_s(given: str, done: Callable[[Tensor], dict[str, Ten
 
 
 def test_an_exported_file_has_them(tmp_path: Path) -> None:
+    """Of five dimensions, and the others; a runtime has every number of dimensions."""
     path = tmp_path / "model.onnx"
-    export(_all(), path, X)
-    for got, function in zip(run(path, X), FUNCTIONS.values(), strict=True):
+    functions = [f for name, f in FUNCTIONS.items() if name in OTHERS or name.startswith("five")]
+    export(Model(lambda m, x: tuple(function(x) for function in functions)), path, X)
+    for got, function in zip(run(path, X), functions, strict=True):
         torch.testing.assert_close(torch.from_numpy(got), function(X), rtol=1e-4, atol=1e-5)
 
 

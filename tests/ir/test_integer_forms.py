@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampopt.engines.onnx_graph import OPSETS, model_of
 from ampopt.ir.graph import aten, calls
@@ -17,6 +18,7 @@ from ampopt.ir.integer_forms import DIVISIONS, INDEXED, PLACES, PRODUCTS, SUMS, 
 from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions
 from tests.helpers import Model, program_of
 from tests.support.exporting import export, run
+from tests.support.side_by_side import parts_of, side_by_side
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -52,10 +54,7 @@ LOOK_UPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "divided, down": lambda i: torch.div(i, 3, rounding_mode="floor"),
-    "divided, to zero": lambda i: torch.div(i, -3, rounding_mode="trunc"),
-    "divided by its other name": lambda i: torch.divide(i, other=-3, rounding_mode="trunc"),
     "divided by another, down": lambda i: torch.div(i, i.flip(0), rounding_mode="floor"),
-    "divided by another, to zero": lambda i: torch.div(i, -i.flip(0), rounding_mode="trunc"),
     "divided by the operator": lambda i: i // 3,
     "divided by -1, down": lambda i: i // -1,
     "divided by a constant, down": lambda i: i // torch.tensor([-1, 3, -1]),
@@ -116,20 +115,24 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "count of integers": lambda i: (i > 1).long().sum(),
 }
 
+TRUNCATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided, to zero": lambda i: torch.div(i, -3, rounding_mode="trunc"),
+    "divided by its other name": lambda i: torch.divide(i, other=-3, rounding_mode="trunc"),
+    "divided by another, to zero": lambda i: torch.div(i, -i.flip(0), rounding_mode="trunc"),
+}
+"""PyTorch dies where it divides the smallest integer so."""
 
-def runner_of(function: Callable[[Tensor], Tensor], ids: Tensor) -> OnnxRunner:
-    import onnx_ir
 
-    graph = program_of(Model(lambda m, i: function(i)), ids).graph
-    model = model_of(graph, (ids,), OPSETS["onnxruntime"], ["x"], ["y"], ({},))
-    return OnnxRunner(onnx_ir.to_proto(model).SerializeToString(), SessionOptions())
+def exported(model: nn.Module, ids: tuple[Tensor, ...], outputs: int) -> Any:
+    graph = program_of(model, *ids).graph
+    names = [[f"{letter}{place}" for place in range(n)] for letter, n in (("x", len(ids)), ("y", outputs))]
+    return model_of(graph, ids, OPSETS["onnxruntime"], *names, ({},) * len(ids))
 
 
-def bounds_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[int]:
-    """The dtype's largest integer, and its smallest one where PyTorch divides that without dying."""
-    graph = program_of(Model(lambda m, i: function(i)), IDS.to(dtype)).graph
-    ends = any(node.kwargs.get("rounding_mode") == "trunc" for node in calls(graph, DIVISIONS))
-    return [torch.iinfo(dtype).max, *([] if ends else [torch.iinfo(dtype).min])]
+def runner_of(ids: Tensor, *functions: Callable[[Tensor], Tensor]) -> OnnxRunner:
+    model = Model(lambda m, i: tuple(function(i) for function in functions))
+    file = onnx_ir.to_proto(exported(model, (ids,), len(functions))).SerializeToString()
+    return OnnxRunner(file, SessionOptions())
 
 
 def answer_of(call: Callable[[], Tensor]) -> Tensor | None:
@@ -139,9 +142,18 @@ def answer_of(call: Callable[[], Tensor]) -> Tensor | None:
         return None
 
 
+@pytest.fixture(scope="module")
+def look_ups() -> dict[str, OnnxRunner]:
+    """A file for each, as one refuses for all that are in it; they were exported at once."""
+    ids = tuple(IDS.clone() for _ in LOOK_UPS)
+    model = exported(side_by_side(LOOK_UPS), ids, len(LOOK_UPS))
+    files = parts_of(model, [1] * len(LOOK_UPS))
+    return {name: OnnxRunner(file, SessionOptions()) for name, file in zip(LOOK_UPS, files, strict=True)}
+
+
 @pytest.mark.parametrize("name", LOOK_UPS)
-def test_an_index_that_eager_refuses_is_refused(name: str) -> None:
-    runner, function = runner_of(LOOK_UPS[name], IDS), LOOK_UPS[name]
+def test_an_index_that_eager_refuses_is_refused(name: str, look_ups: dict[str, OnnxRunner]) -> None:
+    runner, function = look_ups[name], LOOK_UPS[name]
     for value in (0, 9, 10, -1, -10, -11, 2**40):
         ids = torch.tensor([1, value, 3])
         expected = answer_of(lambda ids=ids: function(ids))  # type: ignore[misc]
@@ -152,15 +164,22 @@ def test_an_index_that_eager_refuses_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("name", ARITHMETIC)
-def test_integers_are_exact(name: str, dtype: torch.dtype) -> None:
-    function = ARITHMETIC[name]
-    runner = runner_of(function, IDS.to(dtype))
+@pytest.mark.parametrize("table", [ARITHMETIC, TRUNCATED], ids=["all numbers", "all but the smallest"])
+def test_integers_are_exact(table: dict[str, Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
+    """One file has all operators of a table, each of which is compared for itself."""
+    runner = runner_of(IDS.to(dtype), *table.values())
     large = [2**24 + 1, 3 * (2**24 + 1)] + [2**53 + 1, 2**62 + 1, -(2**40) - 1] * (dtype is torch.int64)
     vectors = [[1, value, -4] for value in (-7, -1, 5, *large)]
-    for numbers in (*vectors, *([bound] * 3 for bound in bounds_of(function, dtype))):
+    bounds = [torch.iinfo(dtype).max, *([torch.iinfo(dtype).min] if table is ARITHMETIC else [])]
+    for numbers in (*vectors, *([bound] * 3 for bound in bounds)):
         ids = torch.tensor(numbers, dtype=dtype)
-        torch.testing.assert_close(torch.from_numpy(runner(ids.numpy())[0]), function(ids), rtol=0, atol=0)
+        for (name, function), found in zip(table.items(), runner(ids.numpy()), strict=True):
+            torch.testing.assert_close(
+                *(torch.from_numpy(found), function(ids)),
+                rtol=0,
+                atol=0,
+                msg=lambda m, at=f"{name} of {numbers}": f"{at}: {m}",
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -170,9 +189,9 @@ def test_the_smallest_integer_is_divided_by_minus_one(dtype: torch.dtype) -> Non
     functions: list[Callable[[Tensor], Tensor]] = [
         *(lambda i: i // i[1:2], lambda i: i // -1, lambda i: i // torch.tensor([-1, 2, 3])),
     ]
-    for function in functions:
-        found = torch.from_numpy(runner_of(function, IDS.to(dtype))(ids.numpy())[0])
-        torch.testing.assert_close(found, function(ids), rtol=0, atol=0)
+    found = runner_of(IDS.to(dtype), *functions)(ids.numpy())
+    for mine, function in zip(found, functions, strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), function(ids), rtol=0, atol=0)
 
 
 def test_a_size_that_varies_divides_as_it_did(tmp_path: Path) -> None:
@@ -195,7 +214,7 @@ def test_a_size_that_varies_divides_as_it_did(tmp_path: Path) -> None:
 
 
 def test_every_form_is_used_by_one_of_these() -> None:
-    functions: list[Any] = [*LOOK_UPS.values(), *ARITHMETIC.values()]
+    functions: list[Any] = [*LOOK_UPS.values(), *ARITHMETIC.values(), *TRUNCATED.values()]
     graph = program_of(Model(lambda m, i: tuple(f(i) for f in functions)), IDS).graph
     used = {node.target for node in calls(graph, [*INDEXED, *DIVISIONS, *PLACES])}
     assert INDEXED.keys() - used <= {aten.scatter.reduce, aten.scatter.value_reduce}  # PyTorch warns of them
@@ -236,8 +255,6 @@ def test_traces_and_einsums_of_floats_are_left_alone() -> None:
 
 
 def test_a_sum_of_a_dynamic_size_is_exact() -> None:
-    import onnx_ir
-
     graph = program_of(Model(lambda m, i: i.sum(0)), IDS).graph
     model = model_of(graph, (IDS,), OPSETS["onnxruntime"], ["x"], ["y"], ({0: "n"},))
     runner = OnnxRunner(onnx_ir.to_proto(model).SerializeToString(), SessionOptions())

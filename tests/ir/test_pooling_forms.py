@@ -17,6 +17,7 @@ from ampopt.ir.pooling_forms import FORMS
 from ampopt.ir.stable_forms import with_stable_forms
 from ampopt.passes import OnnxRuntime
 from tests.helpers import Model, program_of
+from tests.support.side_by_side import results_by_name, side_by_side
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -55,15 +56,17 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_onnx_runtime_computes_what_eager_does(name: str) -> None:
-    function = FUNCTIONS[name]
-    model = Model(lambda m, x: function(x)).eval()
-    run = executable(OnnxRuntime(session=()).apply(program_of(model, X)).program)
+def test_onnx_runtime_computes_what_eager_does() -> None:
+    program = program_of(side_by_side(FUNCTIONS), *[X.clone() for _ in FUNCTIONS])
+    run = executable(OnnxRuntime(session=()).apply(program).program)
     spoilt = X.clone()
     spoilt[0, 0, 4, 0] = math.nan
     for x in (X, 100 * X, torch.zeros_like(X), torch.full_like(X, 2.0), spoilt):
-        torch.testing.assert_close(run(x)[0], function(x), rtol=1e-5, atol=1e-5, equal_nan=True)
+        given = [x] * len(FUNCTIONS)
+        for name, found, wanted in results_by_name(FUNCTIONS, given, run(*given)):
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True, msg=f"{name}: {{}}".format
+            )
 
 
 def test_every_form_is_used_by_one_of_these() -> None:

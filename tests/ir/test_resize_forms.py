@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+import onnx
+import onnx_ir
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,7 @@ from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner
 from ampopt.ort.session import OnnxRunner, SessionOptions
 from tests.helpers import Model, program_of
+from tests.support.side_by_side import parts_of, side_by_side
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -41,8 +45,6 @@ BETWEEN = [(mode, factor, size) for mode in ("bilinear", "bicubic") for factor, 
 
 @pytest.mark.parametrize(("mode", "factor", "size"), [*BETWEEN, ("nearest", 2.0, 17)])
 def test_an_image_has_pytorchs_size_and_pixels(mode: str, factor: float, size: int) -> None:
-    import onnx_ir
-
     x = torch.randn(1, 2, size, 30)
     corners = None if mode == "nearest" else False
     model = Model(lambda m, v: F.interpolate(v, scale_factor=factor, mode=mode, align_corners=corners))
@@ -63,22 +65,35 @@ RESIZINGS: dict[str, dict[str, Any]] = {
 }
 
 
+NEAREST = {
+    f"{mode}, {name}": functools.partial(F.interpolate, mode=mode, **options)
+    for mode in ("nearest", "nearest-exact")
+    for name, options in RESIZINGS.items()
+}
+
+
+@pytest.fixture(scope="module")
+def nearest() -> dict[str, bytes]:
+    """The file of each, all of which were exported at once."""
+    images = tuple(torch.zeros(1, 1, 20, 30) for _ in NEAREST)
+    data = plain_model(program_of(side_by_side(NEAREST), *images).graph, images)
+    model = onnx_ir.from_proto(onnx.load_from_string(data))
+    return dict(zip(NEAREST, parts_of(model, [1] * len(NEAREST)), strict=True))
+
+
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-@pytest.mark.parametrize("resizing", RESIZINGS)
-def test_the_nearest_pixels_are_pytorchs(resizing: str, mode: str, runtime: str) -> None:
+@pytest.mark.parametrize("resizing", NEAREST)
+def test_the_nearest_pixels_are_pytorchs(resizing: str, runtime: str, nearest: dict[str, bytes]) -> None:
     if runtime == "openvino":
         pytest.importorskip("openvino")
-    x = torch.arange(600.0).view(1, 1, 20, 30)
-    model = Model(lambda m, v: F.interpolate(v, mode=mode, **RESIZINGS[resizing]))
-    data = plain_model(program_of(model, x).graph, (x,))
+    x, data = torch.arange(600.0).view(1, 1, 20, 30), nearest[resizing]
     runner = (
         OnnxRunner(data, SessionOptions())
         if runtime == "onnxruntime"
         else OpenVinoRunner(data, OpenVinoOptions())
     )
     (found,) = runner(x.numpy())
-    assert torch.equal(torch.from_numpy(found), model(x))
+    assert torch.equal(torch.from_numpy(found), NEAREST[resizing](x))
 
 
 @pytest.mark.parametrize("dims", [1, 3])
@@ -91,8 +106,6 @@ def test_rows_and_volumes_have_pytorchs_nearest_pixels(dims: int, dtype: torch.d
 
 
 def test_pixels_that_are_repeated_stay_one_operator() -> None:
-    import onnx
-
     x = torch.randn(1, 2, 20, 30)
     model = Model(lambda m, v: F.interpolate(v, scale_factor=2.0))
     nodes = onnx.load_from_string(plain_model(program_of(model, x).graph, (x,))).graph.node

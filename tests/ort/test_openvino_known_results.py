@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from ampopt.engines.onnx_graph import to_onnx
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner, first_unknown
 from tests.helpers import Model, program_of
+from tests.support.side_by_side import parts_of
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("openvino")
@@ -65,22 +67,37 @@ KNOWN: dict[str, tuple[Function, Tensor]] = {
 }
 
 
-def exported(function: Function, x: Tensor) -> tuple[nn.Module, bytes]:
-    """A model with recurrent layers at hand, and its file."""
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """Functions that were exported at once, each of an input of its own, and taken apart again."""
+
+    model: nn.Module
+    """It has recurrent layers at hand."""
+    files: dict[str, bytes]
+
+
+def exported(cases: dict[str, tuple[Function, Tensor]]) -> Exported:
     torch.manual_seed(0)
     layers = {"lstm": nn.LSTM(6, 5, 2, bidirectional=True), "gru": nn.GRU(6, 5, 2, batch_first=True)}
-    model = Model(function, **layers).eval()
-    program: Any = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
-    return model, program.model_proto.SerializeToString()
+    functions, inputs = [f for f, _ in cases.values()], tuple(x.clone() for _, x in cases.values())
+    model = Model(lambda m, *xs: [f(m, x) for f, x in zip(functions, xs, strict=True)], **layers).eval()
+    program: Any = torch.onnx.export(model, inputs, dynamo=True, verbose=False)
+    with torch.no_grad():
+        counts = [len(found) if isinstance(found, tuple) else 1 for found in model(*inputs)]
+    return Exported(model, dict(zip(cases, parts_of(program.model, counts), strict=True)))
+
+
+@pytest.fixture(scope="module")
+def known() -> Exported:
+    return exported(KNOWN)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_known_is_computed_as_pytorch_computes_it(name: str) -> None:
-    model, file = exported(*KNOWN[name])
+def test_what_is_known_is_computed_as_pytorch_computes_it(name: str, known: Exported) -> None:
+    (function, x), file = KNOWN[name], known.files[name]
     assert first_unknown(file, half=False) is None
-    x = KNOWN[name][1]
     with torch.no_grad():
-        expected = model(x)
+        expected = function(known.model, x)
     found = OpenVinoRunner(file, OpenVinoOptions(precision="f32"))(x.clone().numpy())
     for mine, its in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
         torch.testing.assert_close(torch.from_numpy(mine), its, rtol=1e-4, atol=1e-5)
@@ -103,12 +120,16 @@ UNKNOWN: dict[str, tuple[Function, str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def unknown() -> Exported:
+    return exported({name: (function, X) for name, (function, _) in UNKNOWN.items()})
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_openvino_may_compute_otherwise_is_not_known(name: str) -> None:
-    function, reason = UNKNOWN[name]
-    found = first_unknown(exported(function, X)[1], half=False)
+def test_what_openvino_may_compute_otherwise_is_not_known(name: str, unknown: Exported) -> None:
+    found = first_unknown(unknown.files[name], half=False)
     assert found is not None
-    assert re.search(reason, found)
+    assert re.search(UNKNOWN[name][1], found)
 
 
 def test_an_output_has_the_files_name_where_openvino_finds_another_for_it() -> None:

@@ -41,8 +41,11 @@ class _Branches(nn.Module):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", CONVOLUTIONS, ids=lambda kind: kind.__name__)
 def test_every_convolution_takes_the_norm_in(kind: type[nn.Module], groups: int) -> None:
+    """In half of all forms: any three of its five options meet in each way."""
     dims = _dims(kind)
-    choices = list(product([True, False], [True, False], [1, 2], [1, 2]))
+    every = product([True, False], [True, False], [1, 2], [1, 2])
+    choices = [each for each in every if (sum(each) + groups // 2) % 2 == 0]
+    assert len(choices) == 8
     model = with_statistics(
         _Branches(
             *[

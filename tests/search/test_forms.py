@@ -130,12 +130,20 @@ def test_a_detector_inside_of_a_model_is_one_graph(monkeypatch: pytest.MonkeyPat
         assert check.judge(found.model)[1] is None
 
 
+def detector_of(kind: str) -> nn.Module:
+    if kind != "mask and keypoint":
+        return detector(kind)
+    model, other = detector("keypoint"), detector("mask")
+    for name in ("mask_roi_pool", "mask_head", "mask_predictor"):
+        setattr(model.roi_heads, name, getattr(other.roi_heads, name))
+    return model
+
+
 @pytest.mark.parametrize(
     ("kind", "can_be_one_graph", "is_faster"),
     [
         ("ssd", True, True),
-        ("mask", True, True),
-        ("keypoint", True, False),
+        ("mask and keypoint", True, False),
         ("ssd", False, True),
         ("faster", False, False),
     ],
@@ -149,16 +157,17 @@ def test_what_serves_gives_the_original_s_results(
         found = compare_fairly(*calls, seconds=0.1)
         return dataclasses.replace(found, gain=dataclasses.replace(found.gain, ratio=3.0, low=2.0, high=4.0))
 
+    monkeypatch.setattr("ampopt.system.budget.MARGIN_S", 1e3)  # a busy machine may take long to capture
     monkeypatch.setattr(regions, "compare_fairly", comparing_briefly)
     found_by = lambda check, _, is_over: form_of(check, comparing(is_faster), is_over)  # noqa: E731
     monkeypatch.setattr(regions, "form_of", found_by)
     monkeypatch.setattr(regions, "AS_GRAPHS", ("cpu",))
     monkeypatch.setattr(forms, "AS_GRAPHS", ("cpu",) if can_be_one_graph else ())
-    model = detector(kind)
+    model = detector_of(kind)
     fast = ampopt.optimize(
         model, images(), precision="fp32", passes=(FoldConstants(),), budget_s=60, progress=False, cache=False
     )
-    assert fast.report.chosen == "fp32"
+    assert fast.report.chosen == "fp32", fast.report.notes
     assert any("one graph, whose results are cut" in note for note in fast.report.notes) == can_be_one_graph
     told = any("batched, with fixed sizes, the whole is 3.00x" in note for note in fast.report.notes)
     assert told == (is_faster and not can_be_one_graph)
@@ -172,4 +181,5 @@ def test_what_serves_gives_the_original_s_results(
             assert {name: len(each) for name, each in found.items()} == {
                 name: len(each) for name, each in expected[0].items()
             }
-            torch.testing.assert_close(found["boxes"], expected[0]["boxes"], rtol=1e-3, atol=1e-3)
+            for name in {"boxes", "masks"} & found.keys():
+                torch.testing.assert_close(found[name], expected[0][name], rtol=1e-3, atol=1e-3)

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -208,39 +209,47 @@ def test_training_moving_and_pickling_are_refused() -> None:
     assert fast.eval() is fast
 
 
-def detector(name: str, sides: tuple[int, int], keypoints: bool = False) -> tuple[nn.Module, Any, list[Any]]:
-    """A torchvision detector with random weights that finds something, and images of two sizes."""
+def faster_rcnn() -> nn.Module:
+    """A torchvision detector with random weights that finds something."""
     from torchvision.models import detection
     from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads, KeypointRCNNPredictor
     from torchvision.ops import MultiScaleRoIAlign
 
     torch.manual_seed(0)
-    options: dict[str, Any] = {"score_thresh": 0.0, "num_classes": 5}  # it has a loop over classes
-    if "rcnn" in name:
-        options = {"box_score_thresh": 0.0, "rpn_score_thresh": 0.0}
-        options |= {"box_detections_per_img": 10, "rpn_post_nms_top_n_test": 50}
-    model = getattr(detection, name)(weights=None, weights_backbone=None, **options).eval()
-    if "rcnn" in name:  # a head as that of `keypointrcnn_resnet50_fpn`, whose eight layers of 512 take long
-        model.roi_heads.keypoint_roi_pool = MultiScaleRoIAlign(["0", "1"], output_size=14, sampling_ratio=2)
-        model.roi_heads.keypoint_head = KeypointRCNNHeads(256, (32, 32)).eval()
-        model.roi_heads.keypoint_predictor = KeypointRCNNPredictor(32, num_keypoints=5)
+    options: dict[str, Any] = {"box_score_thresh": 0.0, "rpn_score_thresh": 0.0}
+    options |= {"box_detections_per_img": 10, "rpn_post_nms_top_n_test": 50}
+    options |= {"weights": None, "weights_backbone": None}
+    model: Any = detection.fasterrcnn_mobilenet_v3_large_320_fpn(**options).eval()
+    # A head as that of `keypointrcnn_resnet50_fpn`, whose eight layers of 512 take long.
+    model.roi_heads.keypoint_roi_pool = MultiScaleRoIAlign(["0", "1"], output_size=14, sampling_ratio=2)
+    model.roi_heads.keypoint_head = KeypointRCNNHeads(256, (32, 32)).eval()
+    model.roi_heads.keypoint_predictor = KeypointRCNNPredictor(32, num_keypoints=5)
     generator = torch.Generator().manual_seed(0)
-    if "rcnn" in name:  # scores that differ by more than rounding, as those of a trained model do
-        nn.init.normal_(model.rpn.head.cls_logits.weight, std=0.3)
-        nn.init.normal_(model.roi_heads.box_predictor.cls_score.weight, std=0.01)
+    # Scores that differ by more than rounding, as those of a trained model do.
+    nn.init.normal_(model.rpn.head.cls_logits.weight, std=0.3)
+    nn.init.normal_(model.roi_heads.box_predictor.cls_score.weight, std=0.01)
     with torch.no_grad():
         randomize_batch_norm(model.backbone, (torch.rand(1, 3, 64, 64, generator=generator),), generator)
-    images = [torch.rand(3, *size, generator=generator) for size in (sides, sides[::-1])]
-    return model, ([images[0]],), [[image] for image in images]
+    return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["ssdlite320_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn"])
-def test_a_detector_finds_what_it_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def ssd() -> nn.Module:
+    """A small one, with a loop over classes."""
+    from tests.batched.detectors import detector
+
+    return detector("ssd", 0.0)
+
+
+@pytest.mark.parametrize("make", [ssd, faster_rcnn])
+def test_a_detector_finds_what_it_found(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep_the_patched(monkeypatch)
     monkeypatch.setattr("ampopt.system.budget.MARGIN_S", 1e3)  # a busy machine may take long to capture
     pytest.importorskip("torchvision")
-    model, args, calls = detector(name, (96, 128))
-    fast = optimize(model, args, budget_s=3.0, precision="fp32")
+    model, generator = make(), torch.Generator().manual_seed(0)
+    calls = [[torch.rand(3, *size, generator=generator)] for size in ((96, 128), (128, 96))]
+    fast = optimize(model, (calls[0],), budget_s=3.0, precision="fp32")
     assert any(region.startswith("backbone") for region in fast.report.regions)
     assert fast.report.chosen == "fp32", fast.report.notes
     for call in calls:
@@ -251,7 +260,7 @@ def test_a_detector_finds_what_it_found(name: str, monkeypatch: pytest.MonkeyPat
         assert expected["scores"].std() > 0
         assert torch.equal(found["labels"], expected["labels"])
         # Eager's own error against float64 is up to 4e-4 of a score and 0.02 pixels in these random networks.
-        assert ("keypoints" in expected) == ("rcnn" in name)
+        assert ("keypoints" in expected) == (make is faster_rcnn)
         for key, atol in {"boxes": 0.05, "scores": 2e-3, "keypoints": 0.05}.items():
             if key in expected:
                 assert torch.allclose(found[key], expected[key], rtol=1e-3, atol=atol), key

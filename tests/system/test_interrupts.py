@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import os
@@ -175,6 +176,7 @@ _SERVING = {Optimizer._serve.__code__, PartlyOptimizedModule.__init__.__code__}
 class _Striking:
     """Sends Ctrl-C at some of the calls of ampopt's functions, counted while it watches for that.
 
+    A tracing function is called when a function is, and a profiling one at every return and in C, too.
     `served_at` is the number of the call that makes what is served: there is nothing to interrupt any more.
     """
 
@@ -182,20 +184,30 @@ class _Striking:
         self.at, self.calls, self.served_at = at, 0, math.inf
 
     def __enter__(self) -> _Striking:
-        sys.setprofile(self)
+        sys.settrace(self)
         return self
 
     def __exit__(self, *details: object) -> None:
-        sys.setprofile(None)
+        sys.settrace(None)
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        is_ours = frame.f_code.co_filename.startswith(FOLDER) and not frame.f_code.co_filename.endswith(WATCH)
-        if event == "call" and is_ours and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        name = frame.f_code.co_filename
+        is_ours = name.startswith(FOLDER) and not name.endswith(WATCH)
+        if is_ours and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             self.calls += 1
             if frame.f_code in _SERVING:
                 self.served_at = self.calls
             if self.calls in self.at:
                 ctrl_c()
+
+
+@functools.cache
+def calls_of(make: Callable[[], nn.Module]) -> int:
+    """The calls of ampopt's functions in one `optimize`; TorchDynamo's first work in a process takes more."""
+    for _ in range(2):
+        with _Striking() as whole:
+            optimize(make(), X)
+    return whole.calls
 
 
 def tiny() -> nn.Module:
@@ -247,12 +259,10 @@ def test_wherever_it_strikes_there_is_a_right_module_or_an_error_of_ours(
     model = make()
     with torch.no_grad():
         expected = model(X)
-    for _ in range(2):  # TorchDynamo's first work in a process takes more calls
-        with _Striking() as whole:
-            optimize(model, X)
+    calls = calls_of(make)
     before, outcomes = snapshot.of_torch(), set()
     for number in range(rounds):
-        first = 1 + number * (whole.calls - 1) // rounds
+        first = 1 + number * (calls - 1) // rounds
         at = [first + 10 * press for press in range(presses)]
         striking = _Striking(*at)
         try:
