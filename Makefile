@@ -50,9 +50,9 @@ FUZZ_OUT ?= out/fuzz
 FUZZ_JOBS ?= 2
 FUZZ := $(VENV_PYTHON) -m fuzz
 
-fuzz: .venv/.stamp ## hostile random networks for 2 minutes: through the passes, optimize and interrupts; others each day
+fuzz: .venv/.stamp ## hostile random networks for a minute and a half: through the passes, optimize and interrupts; others each day
 	FUZZ_EXAMPLES=25 $(PYTEST) -q -k no_pass tests/fuzz/test_random_networks.py
-	$(FUZZ) short --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/short --seconds 75
+	$(FUZZ) short --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/short --seconds 50
 
 fuzz-long: .venv/.stamp ## 20,000 networks through the passes, 500 through optimize, 200 interrupts; resumes its logs
 	-$(FUZZ) --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/long --kind passes --seeds 0:20000

@@ -195,10 +195,21 @@ def test_a_range_may_be_of_one_size() -> None:
     assert sized_module(net(), image(), dynamic={"batch": (4, 4)}).sizes == {"batch": (4, 4)}
 
 
-def test_an_engine_that_does_not_take_other_sizes_is_refused() -> None:
+def test_an_engine_that_does_not_take_other_sizes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its form, a pooling to a size has the windows of the example's."""
+    monkeypatch.setattr("ampopt.engines.onnx_graph.TO_SIZES", {})
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)).eval()
     with pytest.raises(NoSizedProgramError, match="at height 6"):
         sized_module(model, image(1), dynamic={"height": (6, 20)}, passes=(OnnxRuntime(session=()),))
+
+
+def test_an_engine_takes_poolings_to_a_size_at_all_of_them() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)).eval()
+    fast = sized_module(
+        model, image(1), dynamic={"height": (6, 20)}, passes=(OnnxRuntime(session=()),), strict=True
+    )
+    for height in (6, 9, 20):
+        assert_right(fast, model, torch.randn(1, 3, height, image(1).shape[-1]))
 
 
 def test_inputs_that_share_a_size_have_the_same() -> None:
