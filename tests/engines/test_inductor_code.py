@@ -22,11 +22,12 @@ from ampopt.ir.program import Program
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
 from ampopt.search.rehearsal import Sandbox
 from tests.helpers import FP16, Model, check_outputs, program_of, with_statistics
-from tests.support.compiler import needs_compiler
+from tests.support.compiler import look_at_processor, needs_compiler
 
 
 @pytest.fixture
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    look_at_processor()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 

@@ -38,7 +38,7 @@ from tests.helpers import (
     program_of,
     with_statistics,
 )
-from tests.support.compiler import needs_compiler
+from tests.support.compiler import look_at_processor, needs_compiler
 
 
 class _Network(nn.Module):
@@ -175,6 +175,7 @@ def test_a_second_apply_does_nothing(compiled: _Compiled) -> None:
 def test_what_was_compiled_once_is_found_again_and_keeps_no_weights(
     device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    look_at_processor()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x = torch.randn(4, 3000, device=device)  # longer weights are not written into the code
     found = []
@@ -192,6 +193,7 @@ def test_what_was_compiled_once_is_found_again_and_keeps_no_weights(
 def test_a_library_whose_compiler_was_killed_is_built_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    look_at_processor()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, x = Model(lambda m, x: x.sin() + x.cos() * m.w, w=nn.Parameter(torch.randn(7))), torch.randn(3, 7)
     replay((Compile(),), program_of(model, x))
