@@ -125,8 +125,8 @@ TRUNCATED: dict[str, Callable[[Tensor], Tensor]] = {
 
 def exported(model: nn.Module, ids: tuple[Tensor, ...], outputs: int) -> Any:
     graph = program_of(model, *ids).graph
-    names = [[f"{letter}{place}" for place in range(n)] for letter, n in (("x", len(ids)), ("y", outputs))]
-    return model_of(graph, ids, OPSETS["onnxruntime"], *names, ({},) * len(ids))
+    taken, given = [f"x{place}" for place in range(len(ids))], [f"y{place}" for place in range(outputs)]
+    return model_of(graph, ids, OPSETS["onnxruntime"], taken, given, ({},) * len(ids))
 
 
 def runner_of(ids: Tensor, *functions: Callable[[Tensor], Tensor]) -> OnnxRunner:
@@ -175,10 +175,11 @@ def test_integers_are_exact(table: dict[str, Callable[[Tensor], Tensor]], dtype:
         ids = torch.tensor(numbers, dtype=dtype)
         for (name, function), found in zip(table.items(), runner(ids.numpy()), strict=True):
             torch.testing.assert_close(
-                *(torch.from_numpy(found), function(ids)),
+                torch.from_numpy(found),
+                function(ids),
                 rtol=0,
                 atol=0,
-                msg=lambda m, at=f"{name} of {numbers}": f"{at}: {m}",
+                msg=f"{name} of {numbers}: {{}}".format,
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import onnx
@@ -11,6 +12,7 @@ import onnx_ir
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ampopt.engines.onnx_graph import OPSETS, model_of
 from ampopt.engines.onnx_program import plain_model
@@ -65,7 +67,7 @@ RESIZINGS: dict[str, dict[str, Any]] = {
 }
 
 
-NEAREST = {
+NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
     f"{mode}, {name}": functools.partial(F.interpolate, mode=mode, **options)
     for mode in ("nearest", "nearest-exact")
     for name, options in RESIZINGS.items()
