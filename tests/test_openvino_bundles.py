@@ -160,7 +160,7 @@ def test_a_file_that_is_wrong_in_openvino_is_not_written_for_it(
 ) -> None:
     """It computes int64 in int32, which the rule about that would say."""
     pytest.importorskip("openvino")
-    monkeypatch.setattr(onnx_export, "why_not_openvino", lambda program, names: None)
+    monkeypatch.setattr(onnx_export, "why_not_openvino", lambda program, names, varies: None)
     fast = module_of(Stamped(), X, STAMP)
     with pytest.raises(VerificationError, match=r"wrong.* on OpenVINO"):
         fast.export_onnx(tmp_path / "a.onnx", target="openvino")
