@@ -38,7 +38,7 @@ class FailedCalls:
     def _works(self) -> bool:
         try:
             synchronize(self._device)
-        except Exception:
+        except Exception:  # of the device, which the failed call has left so: that call's error is raised
             return False
         return True
 

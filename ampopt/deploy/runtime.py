@@ -48,6 +48,8 @@ from ampopt.measure.ledger import Ledger
 
 logger = logging.getLogger("ampopt")
 
+_AHEAD = "call prepare for it ahead of time, or "
+
 
 class OptimizedModule(DeployableGraph):
     """A model optimized for inference: same call, same result structure, contiguous, and the model's dtypes.
@@ -154,17 +156,16 @@ class OptimizedModule(DeployableGraph):
                 if getattr(each, "is_nested", True) is not False:
                     break
             else:
+                failure = None
                 try:
                     found = answer(*args)
-                    if found is not NotImplemented:
-                        return found
                 except Exception as error:
-                    failure = self._failed.reason(error)
-                    if failure is None:
+                    if (failure := self._failed.reason(error)) is None:
                         raise
-                else:
-                    return self.forward(*args)
-                return self._after(failure, args, kwargs, args)
+                if failure is not None:
+                    return self._by_original(failure, args, kwargs, args, failed=True)
+                if found is not NotImplemented:
+                    return found
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,17 +181,16 @@ class OptimizedModule(DeployableGraph):
         if is_usual and autocast_now(self.program.device) is None:
             answer = self._calls.short(args) if all(map(is_simple, args)) else None
             if answer is not None:
+                failure = None
                 try:
                     result = answer(*args)
-                    if result is not NotImplemented:
-                        return result
                 except Exception as error:
-                    failure = self._failed.reason(error)
-                    if failure is None:
+                    if (failure := self._failed.reason(error)) is None:
                         raise
-                else:
-                    return self._general(args, kwargs)
-                return self._after(failure, args, kwargs, args)
+                if failure is not None:
+                    return self._by_original(failure, args, kwargs, args, failed=True)
+                if result is not NotImplemented:
+                    return result
         return self._general(args, kwargs)
 
     @property
@@ -217,9 +217,8 @@ class OptimizedModule(DeployableGraph):
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
         if is_surrounded() or any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values())):
-            self._monitor.refusing(
-                lambda: check_caller(flatten_call(args, kwargs)[0]), "a transformed tensor"
-            )
+            leaves = flatten_call(args, kwargs)[0]
+            self._monitor.refusing(lambda: check_caller(leaves), "a transformed tensor")
         if not torch.is_grad_enabled():
             return self._state.call(args, kwargs)
         with torch.no_grad():
@@ -248,11 +247,10 @@ class OptimizedModule(DeployableGraph):
         try:
             outputs = served.run(*tensors)
         except Exception as error:
-            failure = self._failed.reason(error)
-            if failure is None:
+            if (failure := self._failed.reason(error)) is None:
                 raise
         if failure is not None:
-            return self._after(failure, args, kwargs, tensors)
+            return self._by_original(failure, args, kwargs, tensors, failed=True)
         if outputs is None:
             reason = "its state has no structure yet that a program takes"
             return self._by_original(reason, args, kwargs, tensors, allowed=True)
@@ -271,13 +269,12 @@ class OptimizedModule(DeployableGraph):
         self._check_not_strict(reason, tensors)
         self._monitor.note(Event("original", reason, shown_all(tensors)))
 
-    def _check_not_strict(self, reason: str, tensors: Sequence[Tensor]) -> None:
+    def _check_not_strict(self, reason: str, tensors: Sequence[Tensor], remedy: str = _AHEAD) -> None:
         if self.strict:
-            self._monitor.note(Event("refusal", reason, shown_all(tensors)))
-            raise StrictError(
-                f"only the original model could answer a call with {shown_all(tensors)}, because {reason}: "
-                "call prepare for it ahead of time, or set strict to False"
-            )
+            shown = shown_all(tensors)
+            self._monitor.note(Event("refusal", reason, shown))
+            told = f"only the original model could answer a call with {shown}, because {reason}"
+            raise StrictError(f"{told}: {remedy}set strict to False")
 
     def _by_original(
         self,
@@ -287,30 +284,24 @@ class OptimizedModule(DeployableGraph):
         tensors: Sequence[Tensor],
         *,
         allowed: bool = False,
+        failed: bool = False,
     ) -> Any:
-        """The original's answer, which is counted; StrictError where that is not wanted, unless `allowed`."""
+        """The original's answer, which is counted, and logged where a program has `failed`; or its own error
+        alone. Raises StrictError where that is not wanted, unless `allowed`."""
         if not allowed:
-            self._check_not_strict(reason, tensors)
-        if self.layouts is not None:
-            self._monitor.note(Event("original", reason, shown_all(tensors)))
+            self._check_not_strict(reason, tensors, "" if failed else _AHEAD)
+        result = None
+        if self.layouts is None:
+            args, kwargs = map_tensors(without_gradients, args, kwargs)
+            with torch.no_grad():
+                result = self._state.call(args, kwargs)
+            result = without_derivatives(result, tensors)
+        shown = shown_all(tensors)
+        self._monitor.note(Event("original", reason, shown))
+        if failed:
+            self._failed.tell(shown, reason)
+        if self.layouts is not None:  # the code around it answers in the original's place
             raise PassedOnError(reason)
-        args, kwargs = map_tensors(without_gradients, args, kwargs)
-        with torch.no_grad():
-            result = self._state.call(args, kwargs)
-        result = without_derivatives(result, tensors)
-        self._monitor.note(Event("original", reason, shown_all(tensors)))
-        return result
-
-    def _after(
-        self, failure: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-    ) -> Any:
-        """The original's answer, or its own error alone, to a call in which a program has failed."""
-        try:
-            result = self._by_original(failure, args, kwargs, tensors)
-        except PassedOnError:  # the code around it answers in the original's place
-            self._failed.tell(shown_all(tensors), failure)
-            raise
-        self._failed.tell(shown_all(tensors), failure)
         return result
 
     def _first(
@@ -404,7 +395,6 @@ class OptimizedModule(DeployableGraph):
 
 for _entrance in (OptimizedModule.__call__, OptimizedModule.forward, OptimizedModule._call_original):
     keep_from_dynamo(_entrance)
-
 
 _count_modes = torch._C._len_torch_dispatch_stack
 _default_dtype = torch.get_default_dtype

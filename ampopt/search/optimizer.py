@@ -111,8 +111,7 @@ class Optimizer:
         program = captured.program
         self.device = program.device
         inputs = tuple(describe(example) for example in program.examples)
-        told = [captured.told] if captured.told is not None else []
-        self.ledger = Ledger(name, environment(self.device), inputs, notes=told)
+        self.ledger = Ledger(name, environment(self.device), inputs, notes=[*filter(None, [captured.told])])
         self.interrupted = False
         """Whether Ctrl-C has ended the search."""
         self._states: list[LaneState] = []
