@@ -14,7 +14,7 @@ from ampopt.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("quick")
 X = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
-FULL = OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+FULL = OSError(errno.ENOSPC, "No space left on device", "folder/x")
 
 
 def net() -> nn.Module:

@@ -30,16 +30,16 @@ def test_a_part_may_do_with_less_memory_and_depth(error: Exception, said: str) -
     ("error", "said"),
     [
         (
-            OSError(errno.ENOSPC, "No space left on device", "/tmp/x"),
+            OSError(errno.ENOSPC, "No space left on device", "folder/x"),
             "room on a disk: make some, or set TMPDIR",
         ),
         (
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
             "a folder for temp",
         ),
-        (PermissionError(errno.EACCES, "Permission denied", "/tmp/x"), "the right to a file: give it"),
+        (PermissionError(errno.EACCES, "Permission denied", "folder/x"), "the right to a file: give it"),
         (
-            OSError(errno.EROFS, "Read-only file system", "/tmp/x"),
+            OSError(errno.EROFS, "Read-only file system", "folder/x"),
             "a folder that can be written to: set TMPDIR",
         ),
         (OSError(errno.EMFILE, "Too many open files"), "file descriptors: close some, or raise"),
