@@ -186,11 +186,17 @@ class LaneEngines:
     def _was_tried(self, engine: Engine, program: Program) -> bool:
         return (engine, program.recipe) in self._tried
 
-    def take_made(self) -> None:
-        """Try what compilers that were begun ahead have made by now: it takes little more, and wins often."""
+    def take_made(self, *, is_launched: bool = True) -> None:
+        """Try what compilers that were begun ahead have made by now: it takes little more, and wins often.
+
+        Where the rewritten graph was not launched since kernels made it faster, it is likelier to win than
+        what has none of them, which waits.
+        """
+        least = FAR if is_launched else MUCH
         for engine in self._pipeline.engines:
             if self._has_made(engine):
-                for form in [form for form in self.forms(engine) if form.is_made and not self._lacks(form)]:
+                made = [form for form in self.forms(engine) if form.is_made]
+                for form in [form for form in made if not self._lacks(form, least)]:
                     if (engine, form.program.recipe) not in self._put_off:
                         self._try(engine, form, self._manager.deadline)
 
@@ -215,10 +221,10 @@ class LaneEngines:
         needed = [self._manager.needed_s(self.state, engine, form.program) for form in likelier]
         return min(needed, default=0.0) * SPARE > left
 
-    def _lacks(self, form: Form) -> bool:
-        """Whether a form is without the kernels that have made the graph far faster."""
+    def _lacks(self, form: Form, least: float = FAR) -> bool:
+        """Whether a form is without the kernels that have made the graph faster by more than `least`."""
         has_kernels = any(step.family is Family.KERNEL for step in form.program.recipe)
-        return self.kernels_gain > FAR and not has_kernels
+        return self.kernels_gain > least and not has_kernels
 
     def _has_made(self, engine: Engine) -> bool:
         sandbox = self._manager.sandbox

@@ -168,7 +168,7 @@ class LaneSearch:
     def _rewrite(self, steps: Sequence[Pass], deadline: float, until: Until = lambda _: False) -> None:
         self._handled |= {step.name for step in steps}
         for step in steps:
-            self.engines.take_made()
+            self.engines.take_made(is_launched=self._launched is self.state.graph)
             if self._is_late(step) and time.perf_counter() <= deadline:
                 needed_s = self._manager.needed_s(self.state, step, self.state.graph.program)
                 if self._would_be_late(needed_s):
