@@ -312,7 +312,7 @@ def test_what_a_compiler_has_not_made_yet_is_not_waited_for(
 def test_kernels_that_were_not_launched_come_before_what_is_made_without_them(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module, gain: float, order: list[str]
 ) -> None:
-    """ResNeXt-50's fused graph won, 1.5 s later than it could: what was compiled without kernels came first."""
+    """ResNeXt-50's fused graph won, 1.5 s later than it could: code without kernels came first."""
     bench = Bench(monkeypatch, net, X, cost={"kernel": 1 / gain, "bad": 1.1, "launch": 0.5})
     pipeline = Pipeline((PlantedKernel("kernel"), Planted("bad")), (Compiler(),), (Launch(),))
     lane = search(monkeypatch, bench, pipeline, Opening(()))
