@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ampopt.ir.export_repairs import right_sizes
 from ampopt.ir.operator_tables import operators_found_once
+from ampopt.ir.transforms_ended import transforms_ended
 from ampopt.system import turns
 from ampopt.system.garbage import collected_later
 from ampopt.system.process_state import imports_kept, process_kept
@@ -31,5 +32,6 @@ def capturing() -> Iterator[None]:
         collected_later(),
         right_sizes(),
         operators_found_once(),
+        transforms_ended(),
     ):
         yield

@@ -17,11 +17,15 @@ from ampopt.errors import InputError
 _PLAIN = (Tensor, Parameter)
 
 
+def is_transformed() -> bool:
+    """Whether a `torch.func` transform or forward-mode autograd is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def is_surrounded() -> bool:
     """Whether a `torch.func` transform, forward-mode autograd, a tracer or a dispatch mode is active."""
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        is_transformed()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
     )

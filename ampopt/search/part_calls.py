@@ -21,6 +21,7 @@ from ampopt.errors import CaptureError, first_line
 from ampopt.ir.model_copy import device_of, same_tensor, untouched_rng, working_copy
 from ampopt.ir.moments import Moment
 from ampopt.ir.numerics import fresh_draw
+from ampopt.ir.plain_tensors import is_transformed
 from ampopt.ir.signature import call_key, copied, exactly_copied, flatten_call, map_tensors
 from ampopt.system.interrupts import check_interrupted
 
@@ -127,6 +128,9 @@ class _Watch:
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call that begins."""
+        self._given = None
+        if is_transformed():  # its tensors end with the transform, within which the original answers
+            return
         leaves, spec = flatten_call(args, kwargs)
         self._given = leaves, spec
         if self._is_first and all(map(_is_plain, leaves)):

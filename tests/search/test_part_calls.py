@@ -301,3 +301,26 @@ def test_results_that_are_used_in_other_ways(
         assert list(fast.report.regions) == parts
         for x in (X + 1, X * 2, X):
             assert torch.allclose(fast(x), twin(x), atol=1e-5)
+
+
+class Transformed(nn.Module):
+    """Layers of which one is called in `vmap` only, one outside of it only, and one in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside, self.both = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def along(row: Tensor) -> Tensor:
+            return self.inside(self.both(row))  # type: ignore[no-any-return]
+
+        rows: Tensor = torch.vmap(along)(x)
+        return self.both(rows) + self.outside(x)  # type: ignore[no-any-return]
+
+
+def test_calls_within_a_transform_are_no_calls_of_a_part() -> None:
+    model, x = Transformed().eval(), torch.randn(3, 4)
+    calls = calls_of_parts(model, ["inside", "outside", "both"], (x,), {})
+    assert sorted(calls) == ["both", "outside"]
+    assert all(part.why_not is None and len(part.calls) == 1 for part in calls.values())
+    assert all(args[0].shape == (3, 4) for part in calls.values() for args, _ in part.calls)
