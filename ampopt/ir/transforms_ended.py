@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 def transforms_ended() -> Iterator[None]:
     """End after the block the transforms that it has begun and not ended, with all that belongs to them.
 
-    The graphs that TorchDynamo makes begin and end `vmap`, `grad` and `jvp` by operators of their own. A tracer
-    that fails between these leaves them to the thread: from then on PyTorch refuses `requires_grad_` there,
-    and another `jvp` as nested.
+    The graphs that TorchDynamo makes begin and end `vmap`, `grad` and `jvp` by operators of their own. A
+    tracer that fails between these leaves them to the thread: from then on PyTorch refuses `requires_grad_`
+    there, and another `jvp` as nested.
     """
     stack = torch._C._functorch
     depth, nesting, level = len(_transforms()), eager_transforms.JVP_NESTING, forward_ad._current_level
