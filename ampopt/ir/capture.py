@@ -38,6 +38,7 @@ from ampopt.ir.program import Border, Program
 from ampopt.ir.scripted import export_script, scripted_submodules, with_frozen_scripts
 from ampopt.ir.settings import plain_world
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.unknown_containers import unknown_container
 from ampopt.system.lack import lack
 
 
@@ -138,6 +139,8 @@ def _capture(
         return _from_outside(inside, model, normal_form(*flatten_call(args, kwargs))[0])
     leaves, spec = flatten_call(args, kwargs)
     kind = type(model).__name__
+    if (unknown := unknown_container(leaves)) is not None:
+        raise CaptureError(f"{kind} is called with {unknown}")
     try:
         with capturing(), plain_world(device), untouched_rng(device), variables_kept(model):
             if not is_normal(leaves, spec) and (reason := why_not_normal(model, args, kwargs, device)):

@@ -42,6 +42,7 @@ from ampopt.ir.model_copy import device_of, exact_copy, private_copy, same_tenso
 from ampopt.ir.model_differences import Place, differences
 from ampopt.ir.numerics import relative_error, rounded_anew
 from ampopt.ir.obstacles import HigherOrderError
+from ampopt.ir.unknown_containers import unknown_container
 
 ROUNDINGS = 3
 """Number of runs with other rounding if a model's results for equal inputs differ by more than usual."""
@@ -310,6 +311,8 @@ def _why_apart(
 
 def _why_other(answers: Sequence[list[Any]]) -> str | None:
     """That a result holds what is no tensor, and is another for other inputs or in a later call."""
+    if (held := unknown_container(leaf for answer in answers for leaf in answer[-1])) is not None:
+        return f"its result holds {held}"
     if len({repr(answer[-1]) for answer in answers}) > 1:
         return "its result holds what is no tensor and depends on the inputs' values"
     return None
@@ -364,6 +367,8 @@ def moved_by_rounding(
 def _accuse(
     pairs: Sequence[tuple[list[Any], list[Any]]], places: Sequence[Place], operator: str | None
 ) -> str:
+    if (held := unknown_container(leaf for a, b in pairs for leaf in (*a[-1], *b[-1]))) is not None:
+        return f"its result holds {held}"
     if kind := next(filter(None, (_incomparable(a[-1], b[-1]) for a, b in pairs)), None):
         return f"its result holds a value of type {kind}, which cannot be compared"
     tensors = [both for a, b in pairs for both in zip(a[:-1], b[:-1], strict=False)]
