@@ -47,6 +47,7 @@ from ampopt.ir.program import Program
 from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Family, Recipe, replay
 from ampopt.measure.clocks import latency
+from ampopt.measure.draws import Draw
 from ampopt.measure.frames import frame_call
 from ampopt.measure.sampling import Measurement, interleave
 from ampopt.ort.openvino_session import OpenVinoRunner, openvino_version
@@ -60,6 +61,9 @@ from ampopt.version import __version__
 
 if TYPE_CHECKING:
     from ampopt.deploy.deployable import Deployable
+
+OTHERS = 2
+"""Number of inputs like the example that may take its place in a self-test."""
 
 LARGEST_TOLERANCE = 0.5
 """Largest tolerance of a self-test: with a larger one, outputs of zeros would pass."""
@@ -228,12 +232,13 @@ def _self_test(
 ) -> SelfTest:
     """The inputs of calls, the first of which is the example's, with the original's outputs.
 
-    These are computed in float64, and rounded to the dtypes that the original returns.
+    These are computed in float64, and rounded to the dtypes that the original returns. Inputs like the
+    example take its place where an output of it hangs on the order of equal values.
     """
     tests, bounds = [], [0.0]
     for call in calls:
-        verifier = OnnxVerifier(original, call, draws=0)  # the self-test is of these inputs alone
-        draw = verifier.draws[0]
+        verifier = OnnxVerifier(original, call, draws=OTHERS)
+        draw = verifier.ties.first_without()
         examples = (*draw.calls[0], *call.initial_state)
         own = verifier.eager(FP32)(*examples)
         expected = [
@@ -243,15 +248,14 @@ def _self_test(
         named = dict(zip(inputs, examples, strict=True)), dict(zip(outputs, expected, strict=True))
         tests.append(named)
         if tolerance is None:
-            bounds += [lane.limits.allowed(_usual_error(verifier, lane)) for lane in lanes]
+            bounds += [lane.limits.allowed(_usual_error(verifier, lane, draw)) for lane in lanes]
     allowed = min(max(bounds), LARGEST_TOLERANCE) if tolerance is None else tolerance
     example, *corners = [SelfTest(*named, allowed) for named in tests]
     return dataclasses.replace(example, corners=tuple(corners))
 
 
-def _usual_error(verifier: OnnxVerifier, lane: Lane) -> float:
-    """Eager's largest error on the example in a lane, or what rounding changes there; overflow is none."""
-    draw = verifier.draws[0]
+def _usual_error(verifier: OnnxVerifier, lane: Lane, draw: Draw) -> float:
+    """Eager's largest error on a draw in a lane, or what rounding changes there; overflow is none."""
     own = [error for error in verifier.own_errors(lane, draw) if error < 1.0]
     return max([*verifier.largest_jumps(lane, draw), *own], default=0.0)
 

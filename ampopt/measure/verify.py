@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from ampopt.errors import InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
-from ampopt.ir.numerics import (
-    Check,
-    is_rounded,
-    relative_error,
-    widened,
-)
+from ampopt.ir.numerics import Check, is_rounded, relative_error, widened
 from ampopt.ir.signature import own_copies
 from ampopt.ir.unchecked_reads import divides_towards_zero, why_nan_may_crash
 from ampopt.measure.clocks import synchronize
@@ -43,6 +38,7 @@ from ampopt.measure.integer_check import IntegerCheck
 from ampopt.measure.metric import Metric, metric_value
 from ampopt.measure.original import Original, Run
 from ampopt.measure.ownership import Watched
+from ampopt.measure.tied_draws import TiedDraws
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted
 
@@ -107,6 +103,7 @@ class Verifier(Original):
         in_a_row = CALLS_IN_A_ROW if captured.lifted else 1
         inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
+        self.ties = TiedDraws(self, self.draws)
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
         smallest = not divides_towards_zero(captured.program)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row, with_smallest=smallest)
@@ -214,10 +211,12 @@ class Verifier(Original):
         """Whether an error on a draw affects the verdict.
 
         Outside of the examples' range it does not if eager, in the lane, overflows; if eager is too inexact
-        to be a reference, a program only has to be finite.
+        to be a reference, or values may come in any order, a program only has to be finite. An example with
+        equal values that may, one of zeros perhaps, leaves the verdict to random inputs without.
         """
+        is_open = error > lane.limits.always and self.ties.leave_open(lane, draw, output)
         own = self.own_errors(lane, draw)[output]
-        if draw in self.draws or own <= lane.limits.largest:
+        if not is_open and (draw in self.draws or own <= lane.limits.largest):
             return True
         return math.isfinite(own) and not math.isfinite(error)
 

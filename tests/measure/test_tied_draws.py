@@ -1,0 +1,127 @@
+"""What hangs on the order of equal values is no fault of a program; whatever does not, is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.ir.lanes import FP32, LANES
+from ampopt.measure.draws import Draw
+from tests.helpers import Model
+from tests.support.planted import module_of
+from tests.support.verifying import verifier_of
+
+pytest.importorskip("onnxruntime")
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+
+def open_outputs(function: Callable[[Tensor], Any], row: list[float], *, lane: Any = FP32) -> list[int]:
+    """The outputs that are open where every row of the input is this one."""
+    verifier, _ = verifier_of(Model(lambda _, x: function(x)).eval(), X[:, : len(row)])
+    draw = Draw("a row", ((torch.tensor([row] * len(X)),),))
+    count = len(verifier.captured.program.exit)
+    return [output for output in range(count) if verifier.ties.leave_open(lane, draw, output)]
+
+
+def _top3(x: Tensor) -> Any:
+    return x.topk(3, dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "row", "expected"),
+    [
+        (_top3, [5.0, 4.0, 3.0, 2.0, 1.0], []),
+        (_top3, [5.0, 4.0, 3.0, 2.0, 2.0], []),  # none of the two is among the largest
+        (_top3, [5.0, 4.0, 4.0, 2.0, 1.0], [1]),
+        (_top3, [5.0, 4.0, 3.0, 3.0, 1.0], [1]),  # the last, and the first that is left out
+        (_top3, [5.0, -torch.inf, -torch.inf, -torch.inf, 1.0], [1]),
+        (_top3, [1e9, 4.0, 3.0, 2.0, 1.0], [1]),  # rounding beside the largest could swap them
+        (lambda x: x.topk(2, dim=-1, largest=False), [5.0, 5.0, 3.0, 2.0, 1.0], []),
+        (lambda x: x.topk(2, dim=-1, largest=False), [5.0, 4.0, 2.0, 2.0, 1.0], [1]),
+        (lambda x: x.topk(2, dim=0), [5.0, 4.0, 3.0, 2.0, 1.0], [1]),  # along the equal rows
+        (lambda x: x.sort(dim=-1), [5.0, 4.0, 3.0, 2.0, 2.0], [1]),
+        (lambda x: x.sort(dim=-1), [5.0, 4.0, 3.0, 2.0, 1.0], []),
+        (lambda x: x.sort(dim=-1, stable=True), [5.0, 4.0, 3.0, 2.0, 2.0], []),
+        (lambda x: x.argsort(-1, descending=True), [5.0, 4.0, 3.0, 2.0, 2.0], [0]),
+        (lambda x: x.kthvalue(2, dim=-1), [5.0, 4.0, 3.0, 3.0, 1.0], [1]),
+        (lambda x: x.kthvalue(2, dim=-1, keepdim=True), [5.0, 5.0, 3.0, 2.0, 1.0], []),
+        (lambda x: x.median(dim=-1), [5.0, 4.0, 3.0, 3.0, 1.0], [1]),
+        (lambda x: x.median(dim=0), [5.0, 4.0, 3.0, 2.0, 1.0], [1]),
+        (lambda x: x.mode(dim=-1), [5.0, 4.0, 3.0, 3.0, 1.0], [1]),
+        (lambda x: x.max(dim=-1), [5.0, 5.0, 3.0, 3.0, 1.0], []),  # the first of equal ones, as documented
+        (lambda x: (x.argmax(-1), x * 2), [5.0, 5.0, 3.0, 3.0, 1.0], []),
+        (lambda x: (x.flip(-1).gather(-1, _top3(x)[1]), x * 2), [5.0, 4.0, 4.0, 2.0, 1.0], [0]),
+        (lambda x: _top3(x)[0].flip(-1) + 1, [5.0, 4.0, 4.0, 2.0, 1.0], []),
+        (lambda x: x.sin(), [5.0, 4.0, 4.0, 2.0, 1.0], []),
+    ],
+)
+def test_places_of_equal_values_are_open_and_nothing_else(
+    function: Callable[[Tensor], Any], row: list[float], expected: list[int]
+) -> None:
+    assert open_outputs(function, row) == expected
+
+
+def test_a_lane_of_fewer_bits_may_swap_more() -> None:
+    row = [5.0, 4.0, 3.999, 2.0, 1.0]
+    assert open_outputs(_top3, row) == []
+    assert open_outputs(_top3, row, lane=LANES["amp"]["cpu"]) == [1]
+
+
+class Peaks(nn.Module):
+    """The decoder of a detector of centers: the best places of a map of scores, and what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.sizes = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        heat = self.scores(image).sigmoid()
+        heat = heat * (F.max_pool2d(heat, 3, 1, 1) == heat)
+        best, places = heat.flatten(1).topk(5)
+        cells = heat.shape[-2] * heat.shape[-1]
+        inside = (places % cells)[:, None].expand(-1, 2, -1)
+        return best, places // cells, places % cells, self.sizes(image).flatten(2).gather(2, inside)
+
+
+def _image(kind: str) -> Tensor:
+    image = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    return torch.zeros_like(image) if kind == "zeros" else image
+
+
+@pytest.mark.parametrize("kind", ["noise", "zeros"])
+def test_a_detector_of_centers_has_a_file_and_a_bundle(kind: str, tmp_path: Path) -> None:
+    """An image of one colour makes all scores equal: the file was "wrong" with such inputs."""
+    model, image = Peaks().eval(), _image(kind)
+    fast = module_of(model, image)
+    report = fast.export_onnx(tmp_path / "peaks.onnx")
+    assert report.reason is None
+    fast.save(tmp_path / "peaks.ampopt", tune_s=0.1)
+    loaded, other = ampopt.load(tmp_path / "peaks.ampopt"), _image("noise")
+    robot = ampopt.robot.load(tmp_path / "peaks.ampopt")
+    with torch.no_grad():
+        expected = model(other)
+    for found in (loaded(other), map(torch.from_numpy, robot(other.numpy()).values())):
+        for mine, its in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["noise", "zeros"])
+@pytest.mark.parametrize("output", range(4))
+def test_a_program_that_takes_other_places_is_wrong(kind: str, output: int) -> None:
+    verifier, original = verifier_of(Peaks().eval(), _image(kind))
+
+    def shifted(image: Tensor) -> list[Tensor]:
+        results = list(original(image))
+        results[output] = results[output].roll(1, dims=-1)
+        return results
+
+    assert verifier.check(lambda image: list(original(image)), FP32, everywhere=True).passed
+    assert not verifier.check(shifted, FP32, everywhere=True).passed
