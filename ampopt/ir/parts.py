@@ -146,7 +146,7 @@ def referent_of(proxy: Any) -> Any:
         return None
 
 
-_BOUND = (
+_BOUND: tuple[Any, ...] = (
     *(types.MethodType, types.BuiltinMethodType, types.MethodWrapperType, functools.partial),
     *(weakref.ref, *weakref.ProxyTypes, staticmethod, classmethod, LRU_CACHED, property, types.CellType),
 )
