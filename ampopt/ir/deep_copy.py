@@ -8,6 +8,7 @@ part is that of the part's copy, and optimizers keep all of their attributes.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -216,6 +217,33 @@ def _copy_number(number: int, memo: Memo) -> int:
     return id(made) if isinstance(made, (nn.Module, Tensor)) else number
 
 
+_PLAIN = (str, bool, float, type(None))
+"""Classes of what is its own copy, and never that of a part: most of a module's attributes."""
+
+
+def _copy_dict(value: dict[Any, Any], memo: Memo) -> Any:
+    """As the standard library's, which calls itself for each name, too."""
+    made: Any = {}
+    _fill(made, value, memo)
+    return made
+
+
+def _copy_ordered(value: collections.OrderedDict[Any, Any], memo: Memo) -> Any:
+    """As taking it apart and putting it together would; a module has several that are empty."""
+    made: Any = collections.OrderedDict()
+    _fill(made, value, memo)
+    if vars(value):
+        vars(made).update(_copied(vars(value), memo))
+    return made
+
+
+def _fill(made: dict[Any, Any], value: dict[Any, Any], memo: Memo) -> None:
+    memo[id(value)] = made  # a part may lead back to it
+    for key, each in value.items():
+        own = key if type(key) in _PLAIN else _copied(key, memo)
+        made[own] = each if type(each) in _PLAIN else _copied(each, memo)
+
+
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -263,6 +291,8 @@ def _says_its_state(kind: type) -> bool:
 
 _COPIERS: dict[type, Callable[[Any, Memo], Any]] = {
     int: _copy_number,
+    dict: _copy_dict,
+    collections.OrderedDict: _copy_ordered,
     object: lambda mark, _: mark,  # what code compares with a mark of its own, by identity
     types.FunctionType: _copy_function,
     types.CellType: _copy_cell,
@@ -280,13 +310,15 @@ class _Copiers(dict[type, Callable[[Any, Memo], Any]]):
     """The table in which `copy.deepcopy` looks a class up; some copiers are for all subclasses."""
 
     def get(self, key: type, default: Any = None) -> Any:
+        if (found := super().get(key)) is not None:
+            return found  # what most values are, and none of these classes
         if issubclass(key, Tensor):
             return _copy_tensor
         if issubclass(key, np.ndarray):
             return _copy_array
         if issubclass(key, Optimizer) and not _says_its_state(key):
             return _copy_optimizer
-        return _copy_graph_module if issubclass(key, fx.GraphModule) else super().get(key, default)
+        return _copy_graph_module if issubclass(key, fx.GraphModule) else default
 
 
 _copies = _own_copy_module()

@@ -68,10 +68,12 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
     if isinstance(value, types.FunctionType):
         yield from _parts_of_function(value, code)
         return
-    yield from _bound(value)
+    if isinstance(value, _BOUND):
+        yield from _bound(value)
     if isinstance(value, (dict, types.MappingProxyType)):
         items = items_of(value)
-        yield from ((f"[{key!r}]", part) for key, part in items)
+        for key, part in items:
+            yield f"[{key!r}]", part
         yield from ((f" key {key!r}", key) for key, _ in items if not isinstance(key, ATOMS))
     elif isinstance(value, _SEQUENCES):
         yield from ((f"[{index}]", part) for index, part in enumerate(list(value)))
@@ -87,8 +89,9 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
 def is_of_the_process(value: Any) -> bool:
     """Whether an object belongs to the process, as a logger, a lock and a tracer's tensor do."""
     kind = type(value)
-    is_traced = str(getattr(kind, "__module__", "")).startswith(_OF_TRACERS)
-    return root_of(kind) in _OF_THE_PROCESS or (is_traced and not issubclass(kind, nn.Module))
+    if root_of(kind) in _OF_THE_PROCESS:
+        return True
+    return str(getattr(kind, "__module__", "")).startswith(_OF_TRACERS) and not issubclass(kind, nn.Module)
 
 
 def items_of(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -100,16 +103,27 @@ def attributes_of(value: Any) -> Iterator[Part]:
     """An object's own attributes, in its `__dict__` and its `__slots__`."""
     own = getattr(value, "__dict__", None)
     if isinstance(own, dict):
-        yield from ((f".{name}", part) for name, part in list(own.items()))
-    yield from ((f".{name}", getattr(value, name)) for name in slots_of(type(value)) if hasattr(value, name))
+        for name, part in list(own.items()):
+            yield f".{name}", part
+    for name in slots_of(type(value)):
+        if hasattr(value, name):
+            yield f".{name}", getattr(value, name)
 
 
 def slots_of(kind: type) -> list[str]:
     """The names of attributes that instances of a class have in `__slots__`, as `getattr` takes them."""
-    found = [(each.__name__.lstrip("_"), vars(each).get("__slots__", ())) for each in kind.__mro__]
-    named = [(of, name) for of, slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
-    own = [(of, name) for of, name in named if name not in ("__dict__", "__weakref__")]
-    return [f"_{of}{name}" if name.startswith("__") and not name.endswith("__") else name for of, name in own]
+    found = list[str]()
+    for each in kind.__mro__:  # of most classes none has any
+        if slots := vars(each).get("__slots__", ()):
+            names = (slots,) if isinstance(slots, str) else slots
+            found += [_mangled(name, each) for name in names if name not in ("__dict__", "__weakref__")]
+    return found
+
+
+def _mangled(name: str, kind: type) -> str:
+    """A private name as an attribute of instances of a class has it."""
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def is_foreign(thing: type | types.FunctionType | types.ModuleType) -> bool:
@@ -130,6 +144,12 @@ def referent_of(proxy: Any) -> Any:
         return proxy.__reduce_ex__.__self__
     except ReferenceError:
         return None
+
+
+_BOUND: tuple[Any, ...] = (
+    *(types.MethodType, types.BuiltinMethodType, types.MethodWrapperType, functools.partial),
+    *(weakref.ref, *weakref.ProxyTypes, staticmethod, classmethod, LRU_CACHED, property, types.CellType),
+)
 
 
 def _bound(value: Any) -> Iterator[Part]:
@@ -311,8 +331,10 @@ def walk(
         path, value = waiting.pop()
         if id(value) in seen or not can_be_looked_at(value) or (leave_out is not None and leave_out(value)):
             continue
-        if not isinstance(value, ATOMS):
-            seen.add(id(value))
-            kept.append(value)  # an identity is one only as long as the object lives
+        if isinstance(value, ATOMS):
+            yield path, value
+            continue
+        seen.add(id(value))
+        kept.append(value)  # an identity is one only as long as the object lives
         yield path, value
         waiting += [(path + step, part) for step, part in parts_of(value, code=code, classes=classes)]

@@ -40,7 +40,7 @@ class Effort:
     tune_s: float
 
 
-FULL, QUICK = Effort(STEPS, 300, 40.0, 5.0), Effort(50, 40, 12.0, 0.5)
+FULL, QUICK = Effort(STEPS, 300, 40.0, 5.0), Effort(50, 40, 5.0, 0.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

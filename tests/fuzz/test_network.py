@@ -33,7 +33,7 @@ def test_a_description_survives_json() -> None:
 
 def test_every_kind_of_layer_is_drawn_and_every_drawn_layer_is_in_the_network() -> None:
     kinds = Counter[str]()
-    for seed in range(500):
+    for seed in range(300):  # the rarest layer is first drawn with 271
         spec = draw(seed)
         kinds.update(layer.kind for layer in spec.layers)
         assert len(build(spec).steps) == len(spec.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 from collections.abc import Callable
@@ -309,3 +310,19 @@ def test_an_exported_module_keeps_what_its_check_of_inputs_reads() -> None:
         exported(torch.ones(2, 4))
     with pytest.raises(AssertionError, match="Guard failed"):
         duplicate(torch.ones(2, 4))
+
+
+def test_an_ordered_dict_is_copied_with_its_order_its_attributes_and_what_leads_back_to_it() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.table = collections.OrderedDict({"z": [1], model.weight: model, "a": None})
+    model.table["self"], model.table.kept = model.table, model.table["z"]
+    model.again = model.table
+    model.table.move_to_end("z")
+    made: Any = exact_copy(model)
+    assert type(made.table) is collections.OrderedDict
+    assert list(made.table) == [made.weight, "a", "self", "z"]
+    assert made.table[made.weight] is made
+    assert made.again is made.table is made.table["self"] is not model.table
+    assert vars(made.table).keys() == {"kept"}
+    assert made.table.kept is made.table["z"] is not model.table["z"]
+    assert not hasattr(exact_copy(nn.Linear(2, 2))._forward_hooks, "__orig_class__")

@@ -15,7 +15,7 @@ from ampopt.ir.transform import Family, Numerics, Result
 from ampopt.passes import BakeAutocast
 from tests.helpers import BF16, FP16, program_of
 from tests.support import overflowing
-from tests.support.planted import rewritten
+from tests.support.rewritten import rewritten
 
 
 def test_it_looks_at_the_examples_and_at_draws_like_them() -> None:

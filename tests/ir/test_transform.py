@@ -12,7 +12,8 @@ from torch import nn
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Rehearsed, Result, is_slow, replay
 from tests.helpers import BF16, program_of
-from tests.support.planted import Planted, rewritten
+from tests.support.planted import Planted
+from tests.support.rewritten import rewritten
 
 X = torch.tensor([[1.0, 2.0]])
 aten = torch.ops.aten

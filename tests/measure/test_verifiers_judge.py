@@ -12,7 +12,8 @@ from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
 from tests.helpers import BF16
 from tests.support import overflowing
-from tests.support.planted import captured_of, rewritten
+from tests.support.planted import captured_of
+from tests.support.rewritten import rewritten
 
 
 def judge_of(model: nn.Module, x: torch.Tensor, seconds: float = 60.0) -> VerifiersJudge:

@@ -23,7 +23,8 @@ from ampopt.search.pass_manager import PassManager
 from ampopt.search.subject import Subject
 from ampopt.search.trials import differing_bits
 from tests.helpers import FP16, Model, program_of
-from tests.support.planted import Bench, Planted, PlantedBitwise, PlantedFoundation, PlantedKernel, rewritten
+from tests.support.planted import Bench, Planted, PlantedBitwise, PlantedFoundation, PlantedKernel
+from tests.support.rewritten import rewritten
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 GOOD = Planted("good")

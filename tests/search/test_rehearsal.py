@@ -18,7 +18,7 @@ from ampopt.measure.entry import Verdict
 from ampopt.passes.compile import Compile
 from ampopt.search.rehearsal import Sandbox, TooLongError, how_many
 from tests.support.planted import Bench, captured_of
-from tests.support.risky import CPU, Risky, Waiting, X, rehearse
+from tests.support.risky import CPU, Risky, RiskyOnCuda, Sending, Waiting, X, rehearse
 
 
 @pytest.fixture
@@ -38,14 +38,6 @@ def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp
     assert threads == torch.get_num_threads()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class RiskyOnCuda(Risky):
-    """One whose kernels could leave a GPU unusable."""
-
-    risky = False
-    risky_on_cuda = True
 
 
 def test_what_could_leave_a_gpu_unusable_is_rehearsed_there_alone(program: Program) -> None:
@@ -141,15 +133,6 @@ def test_more_processes_need_cores_and_memory(
     monkeypatch.setattr("ampopt.search.rehearsal.usable_cpus", lambda: range(cpus))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free << 30, 80 << 30))
     assert how_many(torch.device(device)) == expected
-
-
-@dataclasses.dataclass(frozen=True)
-class Sending(Risky):
-    """Sends a tensor back."""
-
-    def send(self, program: Program) -> dict[str, object] | None:
-        """See the class."""
-        return {"weight": torch.ones(2)}
 
 
 def test_what_is_sent_back_is_loaded_once_and_told_as_often_as_asked_for(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from ampopt.passes import FoldConvBn
 from ampopt.search.rehearsal import Sandbox, TooLongError
 from ampopt.search.worker import Worker
 from tests.support.planted import captured_of
-from tests.support.risky import CPU, Risky, Waiting, X, made, rehearse
+from tests.support.risky import CPU, InHalves, Risky, Uneven, Waiting, X, made, rehearse
 
 
 @pytest.fixture
@@ -144,25 +143,6 @@ def test_two_processes_work_at_once_where_the_machine_is_large(
     assert all(process is not None and process.poll() is not None for process in processes)
 
 
-@dataclasses.dataclass(frozen=True)
-class InHalves(Risky):
-    """It is rehearsed as two programs, of which the second one has other examples, each as a whole."""
-
-    is_whole: bool = False
-
-    def divided(self, program: Program, count: int) -> list[Program]:
-        """See the class."""
-        return [program, program.replace(examples=(2 * X,))] if count > 1 else [program]
-
-    def undivided(self) -> InHalves:
-        """See the class."""
-        return dataclasses.replace(self, is_whole=True)
-
-    def send(self, program: Program) -> dict[str, object] | None:
-        """See the class."""
-        return {"example": program.examples[0]} if self.is_whole else None
-
-
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize(("count", "expected"), [(1, [X]), (2, [X, 2 * X])])
 def test_the_pieces_of_a_program_are_rehearsed_at_once_and_told_together(
@@ -180,15 +160,6 @@ def test_the_pieces_of_a_program_are_rehearsed_at_once_and_told_together(
     assert [torch.equal(each["example"], x) for each, x in zip(sent, expected, strict=True) if each] == [
         True
     ] * count
-
-
-@dataclasses.dataclass(frozen=True)
-class Uneven(InHalves):
-    """The second half takes longer than the first one."""
-
-    def expected_seconds(self, program: Program) -> float:
-        """See the class."""
-        return 7.0 if torch.equal(program.examples[0], 2 * X) else 3.0
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 3.0), (2, 7.0)])

@@ -14,7 +14,7 @@ from torch import nn
 import ampopt
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.ir.capture import Captured, capture
-from ampopt.ir.graph import aten, copy_of, finish, insert_call
+from ampopt.ir.graph import aten
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import device_of, private_copy
 from ampopt.ir.pipeline import Pipeline
@@ -31,6 +31,7 @@ from ampopt.search import last_comparison
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
+from tests.support.rewritten import rewritten
 
 KEEP = Gain(2.0, 1.9, 2.1)
 
@@ -83,15 +84,6 @@ def module_of(model: nn.Module, *args: Any, passes: tuple[Pass, ...] = (), **opt
     for step in passes:
         program = step.apply(program).program
     return OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()), **options)
-
-
-def rewritten(program: Program, target: Callable[..., Any], *operands: Any) -> Program:
-    """The program with its first output put through one more operator."""
-    module = copy_of(program.graph)
-    output = module.graph.output_node()
-    first = output.all_input_nodes[0]
-    output.replace_input_with(first, insert_call(module, output, target, first, *operands))
-    return program.with_graph(finish(module))
 
 
 @dataclasses.dataclass(frozen=True)

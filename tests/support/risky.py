@@ -15,7 +15,7 @@ from ampopt.ir.graph import aten
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.search.rehearsal import Sandbox
-from tests.support.planted import rewritten
+from tests.support.rewritten import rewritten
 
 X = torch.ones(1, 3)
 CPU = torch.device("cpu")
@@ -61,6 +61,51 @@ class Waiting(Risky):
         """See the class."""
         Path(self.note).touch()
         return super().apply_beside(program, rehearsed)
+
+
+@dataclasses.dataclass(frozen=True)
+class InHalves(Risky):
+    """It is rehearsed as two programs, of which the second one has other examples, each as a whole."""
+
+    is_whole: bool = False
+
+    def divided(self, program: Program, count: int) -> list[Program]:
+        """See the class."""
+        return [program, program.replace(examples=(2 * X,))] if count > 1 else [program]
+
+    def undivided(self) -> InHalves:
+        """See the class."""
+        return dataclasses.replace(self, is_whole=True)
+
+    def send(self, program: Program) -> dict[str, object] | None:
+        """See the class."""
+        return {"example": program.examples[0]} if self.is_whole else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Uneven(InHalves):
+    """The second half takes longer than the first one."""
+
+    def expected_seconds(self, program: Program) -> float:
+        """See the class."""
+        return 7.0 if torch.equal(program.examples[0], 2 * X) else 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RiskyOnCuda(Risky):
+    """One whose kernels could leave a GPU unusable."""
+
+    risky = False
+    risky_on_cuda = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Sending(Risky):
+    """Sends a tensor back."""
+
+    def send(self, program: Program) -> dict[str, object] | None:
+        """See the class."""
+        return {"weight": torch.ones(2)}
 
 
 def made(sandbox: Sandbox, step: Pass, program: Program) -> bool:
