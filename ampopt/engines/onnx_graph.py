@@ -15,7 +15,12 @@ from torch._ops import OpOverload
 from ampopt.engines.onnx_names import move_weights_apart
 from ampopt.engines.onnx_pool_sizes import round_sizes_down
 from ampopt.engines.onnx_registry import registry_kept
-from ampopt.engines.onnx_rules import constants_apart, exact_rules, last_match_freed
+from ampopt.engines.onnx_rules import (
+    constants_apart,
+    exact_rules,
+    last_match_freed,
+    tried_where_they_begin,
+)
 from ampopt.errors import ExportError, InputError
 from ampopt.ir.adaptive_forms import TO_SIZES
 from ampopt.ir.capturing import capturing
@@ -90,6 +95,7 @@ def model_of(
             older_flags_readable(),
             exact_rules(),
             constants_apart(),
+            tried_where_they_begin(),
             last_match_freed(),
             registry_kept(),
         ):
