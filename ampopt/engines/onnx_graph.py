@@ -21,6 +21,7 @@ from ampopt.engines.onnx_rules import (
     last_match_freed,
     tried_where_they_begin,
 )
+from ampopt.engines.onnx_stacks import without_stacks
 from ampopt.errors import ExportError, InputError
 from ampopt.ir.adaptive_forms import TO_SIZES
 from ampopt.ir.capturing import capturing
@@ -98,6 +99,7 @@ def model_of(
             tried_where_they_begin(),
             last_match_freed(),
             registry_kept(),
+            without_stacks(),
         ):
             result = torch.onnx.export(
                 exported,
@@ -127,7 +129,7 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
     if any(index >= 2 for named in dims for index in named):
         check_varying(graph)
     is_of_pixels = any(index >= 1 for named in dims for index in named)
-    with capturing(), torch.no_grad(), older_flags_readable(), EmulatedHalf():
+    with capturing(), torch.no_grad(), older_flags_readable(), without_stacks(), EmulatedHalf():
         fitting = with_numbers_that_fit(graph, examples)
         if any(dims):
             sized = with_forms(
