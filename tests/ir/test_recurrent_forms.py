@@ -21,7 +21,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 
-STEPS, BATCH, FEATURES, HIDDEN, KEPT = 5, 3, 4, 6, 2
+STEPS, BATCH, FEATURES, HIDDEN, KEPT = 3, 3, 4, 6, 2
 
 LAYERS: dict[str, dict[str, Any]] = {
     "one": {},
