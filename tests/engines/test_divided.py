@@ -200,7 +200,8 @@ def views(m: Any, x: Tensor) -> Tensor:
     return y
 
 
-MODELS = {forward: functools.partial(Model, forward) for forward in (shapes_by_value, views)}
+FORWARDS: tuple[Callable[[Any, Tensor], Tensor], ...] = (shapes_by_value, views)
+MODELS = {forward: functools.partial(Model, forward) for forward in FORWARDS}
 
 
 @pytest.mark.parametrize("forward", MODELS)
