@@ -15,7 +15,13 @@ from torch._ops import OpOverload
 from ampopt.engines.onnx_names import move_weights_apart
 from ampopt.engines.onnx_pool_sizes import round_sizes_down
 from ampopt.engines.onnx_registry import registry_kept
-from ampopt.engines.onnx_rules import constants_apart, exact_rules, last_match_freed
+from ampopt.engines.onnx_rules import (
+    constants_apart,
+    exact_rules,
+    last_match_freed,
+    tried_where_they_begin,
+)
+from ampopt.engines.onnx_stacks import without_stacks
 from ampopt.errors import ExportError, InputError
 from ampopt.ir.adaptive_forms import TO_SIZES
 from ampopt.ir.capturing import capturing
@@ -90,8 +96,10 @@ def model_of(
             older_flags_readable(),
             exact_rules(),
             constants_apart(),
+            tried_where_they_begin(),
             last_match_freed(),
             registry_kept(),
+            without_stacks(),
         ):
             result = torch.onnx.export(
                 exported,
@@ -121,7 +129,7 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
     if any(index >= 2 for named in dims for index in named):
         check_varying(graph)
     is_of_pixels = any(index >= 1 for named in dims for index in named)
-    with capturing(), torch.no_grad(), older_flags_readable(), EmulatedHalf():
+    with capturing(), torch.no_grad(), older_flags_readable(), without_stacks(), EmulatedHalf():
         fitting = with_numbers_that_fit(graph, examples)
         if any(dims):
             sized = with_forms(

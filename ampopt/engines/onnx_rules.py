@@ -42,6 +42,42 @@ def constants_apart() -> Iterator[None]:
     They name the bounds of a value's clamp after the value: those of a second clamp took the first one's
     place, and the model was not valid. Enter it within `capturing`: the rules are the whole process's.
     """
+    with _rewriting(lambda _rule, rewrite: _with_constants_apart(rewrite)):
+        yield
+
+
+@contextlib.contextmanager
+def tried_where_they_begin() -> Iterator[None]:
+    """Let the rules be tried, in the block, at nodes of the operator alone that their pattern begins with.
+
+    At any other node a matcher fails, but the one of a pattern with two results lists all nodes of the graph
+    first: of an export of 3,500 nodes that took a third of the time. Enter it after `constants_apart`, which
+    is then not called for nothing, and within `capturing`: the rules are the whole process's.
+    """
+    with _rewriting(_from_where_it_begins):
+        yield
+
+
+def _from_where_it_begins(rule: Any, rewrite: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule's method, which declines a node by its operator where the rule's matcher would."""
+    is_simple = type(getattr(rule, "_matcher", None)).__name__ == "SimplePatternMatcher"
+    begins = next(iter(getattr(getattr(rule, "_target_pattern", None), "output_nodes", ())), None)
+    operator = begins.op_identifier() if is_simple and begins is not None else None
+    if operator is None:  # another matcher, or a pattern for operators of several names
+        return rewrite
+    domain, name = operator[:2]
+
+    def try_rewrite(model: Any, graph: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+        if node.op_type != name or node.domain != domain:
+            return None
+        return rewrite(model, graph, node, *args, **kwargs)
+
+    return try_rewrite
+
+
+@contextlib.contextmanager
+def _rewriting(change: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let each rule rewrite, in the block, with what `change` makes of it and of its method."""
     need("onnxscript.rewriter", "onnx")
     with contextlib.ExitStack() as undo:
         for rule in _rules():
@@ -49,7 +85,7 @@ def constants_apart() -> Iterator[None]:
                 before = {name: own for name, own in vars(rule).items() if name == "try_rewrite"}
                 undo.callback(vars(rule).update, before)
                 undo.callback(vars(rule).pop, "try_rewrite", None)
-                rule.try_rewrite = _with_constants_apart(rewrite)
+                rule.try_rewrite = change(rule, rewrite)
         yield
 
 

@@ -42,51 +42,52 @@ def check_nan(model: nn.Module, *inputs: Tensor) -> None:
     assert found > 0
 
 
-@pytest.mark.parametrize("directions", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_is_nan_from_where_its_input_is(kind: str, directions: int) -> None:
+def both(kind: str, *layers: int, **options: bool) -> nn.ModuleList:
+    """A layer of one direction and one of two, side by side in one graph."""
     torch.manual_seed(0)
-    layer = KINDS[kind](FEATURES, 5, bidirectional=directions == 2)
-    check_nan(Model(lambda m, x: m.l(x), l=layer).eval(), torch.randn(STEPS, BATCH, FEATURES))
+    made = (KINDS[kind](FEATURES, 5, *layers, bidirectional=two, **options) for two in (False, True))
+    return nn.ModuleList(made)
 
 
-@pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_first_state_of_numbers_and_a_batch_that_is_first(kind: str, directions: int) -> None:
-    torch.manual_seed(0)
-    layer = KINDS[kind](FEATURES, 5, 2, bidirectional=directions == 2, batch_first=True)
-    state = torch.randn(2 * directions, BATCH, 5)
-    given = (lambda m: (m.h, m.h)) if kind == "LSTM" else (lambda m: m.h)
-    model = Model(lambda m, x: m.l(x, given(m)), l=layer, h=state).eval()
+def test_a_sequence_is_nan_from_where_its_input_is(kind: str) -> None:
+    model = Model(lambda m, x: [layer(x) for layer in m.layers], layers=both(kind)).eval()
+    check_nan(model, torch.randn(STEPS, BATCH, FEATURES))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_first_state_of_numbers_and_a_batch_that_is_first(kind: str) -> None:
+    layers, states = both(kind, 2, batch_first=True), [torch.randn(2 * count, BATCH, 5) for count in (1, 2)]
+
+    def forward(m: Any, x: Tensor) -> Any:
+        given = [(h, h) if kind == "LSTM" else h for h in (m.one, m.two)]
+        return [layer(x, state) for layer, state in zip(m.layers, given, strict=True)]
+
+    model = Model(forward, layers=layers, one=states[0], two=states[1]).eval()
     check_nan(model, torch.randn(BATCH, STEPS, FEATURES))
 
 
-@pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_first_state_that_is_nan(kind: str, directions: int) -> None:
+def test_a_first_state_that_is_nan(kind: str) -> None:
     """An LSTM's cells are not mixed in the first step: that one may spread, so its hidden state is tried."""
-    torch.manual_seed(0)
-    layer, state = KINDS[kind](FEATURES, 5, bidirectional=directions == 2), torch.randn(directions, BATCH, 5)
+    layers, states = both(kind), [torch.randn(count, BATCH, 5) for count in (1, 2)]
 
-    def forward(m: Any, x: Tensor, h: Tensor) -> Any:
-        return m.l(x, (h, torch.ones_like(h))) if kind == "LSTM" else m.l(x, h)
+    def forward(m: Any, x: Tensor, *given: Tensor) -> Any:
+        if kind == "LSTM":
+            return [layer(x, (h, torch.ones_like(h))) for layer, h in zip(m.layers, given, strict=True)]
+        results = [layer(x, h) for layer, h in zip(m.layers, given, strict=True)]
+        return results if kind == "RNN" else [y[0][1:-1] for y in results]  # a GRU's own unit keeps its NaN
 
-    if kind == "GRU":  # whose own unit alone keeps a state's NaN
-        forward = lambda m, x, h: m.l(x, h)[0][1:-1]  # noqa: E731
-    check_nan(Model(forward, l=layer).eval(), torch.randn(STEPS, BATCH, FEATURES), state)
+    check_nan(Model(forward, layers=layers).eval(), torch.randn(STEPS, BATCH, FEATURES), *states)
 
 
-@pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("kind", ["amax", "amin", "sum"])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_scattered_extreme_is_nan_where_one_of_its_numbers_is(
-    kind: str, include_self: bool, dim: int
-) -> None:
+def test_a_scattered_extreme_is_nan_where_one_of_its_numbers_is(kind: str) -> None:
     torch.manual_seed(0)
-    index = torch.randint(0, 3, (3, 3))
+    index, ways = torch.randint(0, 3, (3, 3)), [(dim, own) for dim in (0, 1) for own in (True, False)]
 
-    def forward(_: object, data: Tensor, x: Tensor) -> Tensor:
-        return data.scatter_reduce(dim, index, x, kind, include_self=include_self)
+    def forward(_: object, data: Tensor, x: Tensor) -> list[Tensor]:
+        return [data.scatter_reduce(dim, index, x, kind, include_self=own) for dim, own in ways]
 
     check_nan(Model(forward).eval(), torch.randn(4, 5), torch.randn(3, 3))
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.engines.onnx_rules import exact_rules
-from tests.helpers import Model
+from ampopt.engines.onnx_graph import to_onnx
+from ampopt.engines.onnx_rules import exact_rules, tried_where_they_begin
+from tests.helpers import Model, program_of
 from tests.support.exporting import export, run
 
 X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -85,3 +88,44 @@ def test_the_rules_are_as_they_were_after_it() -> None:
     with exact_rules():
         assert set(tolerances()) == {0.0}
     assert tolerances() == before
+
+
+MANY: dict[str, Callable[[Any, Tensor], Any]] = {
+    "two halves": lambda m, x: (x[:, :2], x[:, 2:]),
+    "one after another": lambda m, x: x.clamp(-1, 3).relu().clamp(max=2.0),
+    "reshaped twice": lambda m, x: x.reshape(2, -1).reshape(2, 4, -1).transpose(1, 2).transpose(0, 1),
+    "of nothing": lambda m, x: (x + 0.0) * 1.0 / 1.0 - 0.0,
+    "a convolution": lambda m, x: m.conv(F.pad(x, (1, 1, 1, 1))),
+    "expanded": lambda m, x: x * x.new_zeros(1).expand(6) + x[:, None].squeeze(1),
+}
+
+
+def test_a_rule_is_tried_where_its_pattern_begins_and_makes_what_it_makes_if_tried_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from onnxscript.rewriter import _matcher
+
+    tried, match = list[tuple[Any, Any]](), _matcher.SimplePatternMatcher.match
+
+    def noted(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        tried.append((self.pattern.output_nodes[0].op_identifier(), node.op_identifier()))
+        return match(self, model, graph, node, **options)
+
+    monkeypatch.setattr(_matcher.SimplePatternMatcher, "match", noted)
+    conv = torch.nn.Conv2d(4, 4, 3, bias=False)
+    model = Model(lambda m, x: [function(m, x) for function in MANY.values()], conv=conv)
+    program = program_of(model, X)
+    names = [f"y{place}" for place in range(len(program.exit))]
+    graphs, counts = [], []
+    for block in (tried_where_they_begin, contextlib.nullcontext):
+        monkeypatch.setattr("ampopt.engines.onnx_graph.tried_where_they_begin", block)
+        tried.clear()
+        made = to_onnx(
+            program, io=None, target="onnxruntime", input_names=["x"], output_names=names, dims=({},)
+        )
+        graphs.append(onnx_ir.to_proto(made).graph)
+        counts.append([begins in (None, operator) for begins, operator in tried])
+    assert graphs[0] == graphs[1]
+    assert sum(counts[0]) == sum(counts[1]) > 0
+    assert all(counts[0])
+    assert not all(counts[1])

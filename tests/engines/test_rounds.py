@@ -87,7 +87,8 @@ def test_what_is_before_the_loop_is_divided_for_several_compilers() -> None:
 def test_before_a_loop_pieces_are_not_shorter_than_they_may_be() -> None:
     model = Prepared()
     model.before = model.before[:1]
-    few, one = in_rounds(program_of(model, image()), 4), in_rounds(program_of(model, image()))
+    program = program_of(model, image())
+    few, one = in_rounds(program, 4), in_rounds(program)
     assert few is not None
     assert one is not None
     sizes = [sum(1 for _ in calls(piece.graph)) for piece in few.programs]
@@ -254,20 +255,20 @@ def test_on_a_gpu_the_rounds_are_compiled_once_and_what_is_before_them_in_pieces
 @pytest.mark.parametrize("kernel", [(3, 3), (5, 1), (1, 5)])
 def test_each_round_may_have_a_copy_of_its_weights_and_constants(kernel: tuple[int, int]) -> None:
     """A column in channels_last ends in one number, whose stride is the channels' count (RAFT-large)."""
-    _, captured = captured_of(Loop(8, fresh=True, kernel=kernel).eval(), image())
+    _, captured = captured_of(Loop(5, fresh=True, kernel=kernel).eval(), image())
     passes = RemoveInferenceNoops(), FoldConstants(), ChannelsLast()
     program = replay(passes, FP32.start(captured.program))
     weights = [node for node in program.graph.graph.nodes if node.op == "get_attr"]
-    assert len({node.target for node in weights}) > 16  # the layout has made copies
+    assert len({node.target for node in weights}) > 10  # the layout has made copies
     division = in_rounds(program)
     assert division is not None
-    assert max(division.kinds.count(kind) for kind in division.kinds) >= 6
+    assert max(division.kinds.count(kind) for kind in division.kinds) >= 3
     check(program)
 
 
 def test_the_weights_of_a_graph_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each reading is a copy to the host, and the search asks for an estimate again and again."""
-    program, read = program_of(Loop(8), image()), list[Tensor]()
+    program, read = copied(eight), list[Tensor]()
 
     def counted(tensor: Tensor) -> bytes:
         read.append(tensor)
@@ -283,21 +284,26 @@ def test_the_weights_of_a_graph_are_read_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_calls_of_a_loop_are_counted_once() -> None:
-    programs = [program_of(Loop(rounds), image()) for rounds in (8, 16)]
+    programs = copied(eight), program_of(Loop(12), image())
     counts = [calls_once(program.graph) for program in programs]
-    assert counts[1] - counts[0] < 10, "of 8 rounds more, each of 36 calls and some"
+    assert counts[1] - counts[0] < 10, "of 4 rounds more, each of 36 calls and some"
     assert Compile().expected_seconds(programs[1]) == 4.0 + 0.03 * counts[1]
 
 
+def layers() -> nn.Module:
+    """As many calls as a loop of eight rounds, with weights of their own."""
+    return Loop(8, shared=False)
+
+
 def test_layers_of_one_shape_with_weights_of_their_own_are_no_loop() -> None:
-    program = program_of(Loop(8, shared=False), image())
+    program = copied(layers)
     assert calls_once(program.graph) == sum(1 for _ in calls(program.graph))
     assert in_rounds(program) is None
     assert not is_unrolled(program.graph)
 
 
 def test_weights_that_differ_in_one_number_are_others() -> None:
-    model = Loop(8, shared=False)
+    model = Loop(5, shared=False)
     for conv in model.convs[1:]:
         conv.load_state_dict(model.convs[0].state_dict())
     program = program_of(model, image())
@@ -357,9 +363,5 @@ def test_inductor_compiles_the_body_once_and_is_right() -> None:
 
 
 def test_a_loop_opens_with_inductor_and_layers_do_not() -> None:
-    def engine(model: nn.Module) -> str | None:
-        _, captured = captured_of(model.eval(), image())
-        return opening_of(FP32.start(captured.program), ()).engine
-
-    assert engine(Loop(8)) == COMPILED_ON_CPU[False].engine == "compile"
-    assert engine(Loop(8, shared=False)) == OPENINGS["cpu", False].engine != "compile"
+    assert opening_of(copied(eight), ()).engine == COMPILED_ON_CPU[False].engine == "compile"
+    assert opening_of(copied(layers), ()).engine == OPENINGS["cpu", False].engine != "compile"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 
-STEPS, BATCH, FEATURES, HIDDEN, KEPT = 5, 3, 4, 6, 2
+STEPS, BATCH, FEATURES, HIDDEN, KEPT = 3, 3, 4, 6, 2
 
 LAYERS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -49,50 +49,72 @@ def _inputs(layer: nn.LSTM, with_states: bool, batch: int = BATCH) -> tuple[Tens
     return (torch.randn(shape), *(_states(layer, batch) if with_states else ()))
 
 
-def _all_of(m: Any, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-    result, (hidden, cell) = m.l(x, states or None)
+def _all_of(layer: nn.Module, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    result, (hidden, cell) = layer(x, states or None)
     return result, hidden, cell
 
 
-@pytest.mark.parametrize("with_states", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_file_has_every_output(name: str, with_states: bool, tmp_path: Path) -> None:
-    layer, path = _layer(**LAYERS[name]), tmp_path / "m.onnx"
-    model, inputs = Model(_all_of, l=layer), _inputs(layer, with_states)
+Case = tuple[nn.LSTM, tuple[Tensor, ...]]
+"""A layer and its inputs: a sequence, with or without first states."""
+
+
+def _beside(cases: Iterable[Case]) -> tuple[Model, tuple[Tensor, ...]]:
+    """A model that runs each of the layers on inputs of its own, and all these inputs."""
+    layers, given = zip(*cases, strict=True)
+
+    def forward(m: Any, *inputs: Tensor) -> list[Tensor]:
+        rest = iter(inputs)
+        own = [[next(rest) for _ in each] for each in given]
+        return [y for layer, taken in zip(m.layers, own, strict=True) for y in _all_of(layer, *taken)]
+
+    return Model(forward, layers=nn.ModuleList(layers)), tuple(x for each in given for x in each)
+
+
+def _check(path: Path, model: nn.Module, inputs: tuple[Tensor, ...], cases: Iterable[str]) -> None:
+    """Compare what a file gives with what a model gives, of which each case has three results."""
+    names = [name for name in cases for _ in range(3)]
+    for name, found, expected in zip(names, run(path, *inputs), model(*inputs), strict=True):
+        torch.testing.assert_close(
+            torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6, msg=f"{name}: {{}}".format
+        )
+
+
+def test_a_file_has_every_output(tmp_path: Path) -> None:
+    """One file has all layers, with and without first states, each of which has inputs of its own."""
+    cases = dict[str, Case]()
+    for name, options in LAYERS.items():
+        layer = _layer(**options)
+        cases[name] = layer, _inputs(layer, with_states=False)
+        cases[f"{name}, with states"] = layer, _inputs(layer, with_states=True)
+    for layer in (_layer(), _layer(bidirectional=True)):
+        x = torch.randn(1, BATCH, FEATURES)
+        cases[f"one step, {layer}"] = layer, (x, *_states(layer))
+        cases[f"one step of one sequence, {layer}"] = layer, (x[:, 0],)
+    model, inputs = _beside(cases.values())
+    path = tmp_path / "m.onnx"
     export(model, path, *inputs)
-    for found, expected in zip(run(path, *inputs), model(*inputs), strict=True):
-        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
+    _check(path, model, inputs, cases)
 
 
-@pytest.mark.parametrize("with_states", [False, True])
-def test_a_file_of_the_amp_lane(with_states: bool, tmp_path: Path) -> None:
+def test_a_file_of_the_amp_lane(tmp_path: Path) -> None:
     layer = _layer(**LAYERS["two in both directions, of batches"])
-    fast = lane_module(Model(_all_of, l=layer), *_inputs(layer, with_states), lane=BF16)
+    model, inputs = _beside([(layer, _inputs(layer, with_states)) for with_states in (False, True)])
+    fast = lane_module(model, *inputs, lane=BF16)
     assert fast.export_onnx(tmp_path / "m.onnx").verified
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4])
-def test_a_file_takes_other_batches(batch: int, tmp_path: Path) -> None:
+def test_a_file_takes_other_batches(tmp_path: Path) -> None:
     layer, path = _layer(**LAYERS["two in both directions, of batches"]), tmp_path / "m.onnx"
-    model = Model(_all_of, l=layer)
     dynamic = {f"inputs_{place}": {dim: "batch"} for place, dim in enumerate((0, 1, 1))}
-    export(model, path, *_inputs(layer, True), dynamic=dynamic)
-    inputs = _inputs(layer, True, batch)
-    for found, expected in zip(run(path, *inputs), model(*inputs), strict=True):
-        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("layer", [_layer(), _layer(bidirectional=True)], ids=["one", "two"])
-def test_a_single_step(layer: nn.LSTM, tmp_path: Path) -> None:
-    x, path = torch.randn(1, BATCH, FEATURES), tmp_path / "m.onnx"
-    model = Model(_all_of, l=layer)
-    export(model, path, x, *_states(layer))
-    export(Model(lambda m, v: m.l(v)[0], l=layer), path, x[:, 0])
+    model, inputs = _beside([(layer, _inputs(layer, with_states=True))])
+    export(model, path, *inputs, dynamic=dynamic)
+    for batch in (1, 3, 4):
+        _check(path, model, _inputs(layer, True, batch), [f"a batch of {batch}"])
 
 
 def test_nan_and_infinity_spread_as_in_eager() -> None:
     layer = _layer(bidirectional=True)
-    model, inputs = Model(_all_of, l=layer), _inputs(layer, True)
+    model, inputs = _beside([(layer, _inputs(layer, with_states=True))])
     serve = executable(OnnxRuntime(session=()).apply(program_of(model, *inputs)).program)
     for value in (torch.nan, torch.inf, -torch.inf):
         for place, tensor in enumerate(inputs[:2]):
