@@ -87,8 +87,14 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
 def is_of_the_process(value: Any) -> bool:
     """Whether an object belongs to the process, as a logger, a lock and a tracer's tensor do."""
     kind = type(value)
-    is_traced = str(getattr(kind, "__module__", "")).startswith(_OF_TRACERS)
-    return root_of(kind) in _OF_THE_PROCESS or (is_traced and not issubclass(kind, nn.Module))
+    in_process, is_traced = _is_of_modules(str(getattr(kind, "__module__", "") or ""))
+    return in_process or (is_traced and not issubclass(kind, nn.Module))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_modules(name: str) -> tuple[bool, bool]:
+    """Whether a module's objects belong to the process, and whether they belong to a tracer."""
+    return name.partition(".")[0] in _OF_THE_PROCESS, name.startswith(_OF_TRACERS)
 
 
 def items_of(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -96,17 +102,20 @@ def items_of(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     return list(dict.items(value) if isinstance(value, dict) else value.items())
 
 
-def attributes_of(value: Any) -> Iterator[Part]:
+def attributes_of(value: Any) -> list[Part]:
     """An object's own attributes, in its `__dict__` and its `__slots__`."""
     own = getattr(value, "__dict__", None)
-    if isinstance(own, dict):
-        yield from ((f".{name}", part) for name, part in list(own.items()))
-    yield from ((f".{name}", getattr(value, name)) for name in slots_of(type(value)) if hasattr(value, name))
+    found = [(f".{name}", part) for name, part in list(own.items())] if isinstance(own, dict) else []
+    found += [(f".{name}", getattr(value, name)) for name in slots_of(type(value)) if hasattr(value, name)]
+    return found
 
 
 def slots_of(kind: type) -> list[str]:
     """The names of attributes that instances of a class have in `__slots__`, as `getattr` takes them."""
-    found = [(each.__name__.lstrip("_"), vars(each).get("__slots__", ())) for each in kind.__mro__]
+    slotted = [(each, slots) for each in kind.__mro__ if (slots := vars(each).get("__slots__"))]
+    if not slotted:
+        return []
+    found = [(each.__name__.lstrip("_"), slots) for each, slots in slotted]
     named = [(of, name) for of, slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
     own = [(of, name) for of, name in named if name not in ("__dict__", "__weakref__")]
     return [f"_{of}{name}" if name.startswith("__") and not name.endswith("__") else name for of, name in own]
@@ -311,8 +320,9 @@ def walk(
         path, value = waiting.pop()
         if id(value) in seen or not can_be_looked_at(value) or (leave_out is not None and leave_out(value)):
             continue
-        if not isinstance(value, ATOMS):
-            seen.add(id(value))
-            kept.append(value)  # an identity is one only as long as the object lives
         yield path, value
+        if isinstance(value, ATOMS):
+            continue
+        seen.add(id(value))
+        kept.append(value)  # an identity is one only as long as the object lives
         waiting += [(path + step, part) for step, part in parts_of(value, code=code, classes=classes)]
