@@ -46,7 +46,7 @@ def differences(one: nn.Module, other: nn.Module, *, emptied: bool = True) -> li
         if isinstance(module, torch.jit.ScriptModule) or name not in others:
             continue  # its attributes live in C++
         for key, mine, yours in _members(vars(module), vars(others[name])):
-            if key in ("_modules", "_parameters", "_buffers"):
+            if mine is yours or key in ("_modules", "_parameters", "_buffers"):
                 continue
             if (rest := _Comparison(identities, emptied).difference(mine, yours)) is not None:
                 found[Place(name, key, rest)] = None

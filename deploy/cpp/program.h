@@ -1,7 +1,8 @@
 // A TorchScript program that ampopt wrote, with the self-test inside it.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/cuda.h>
 

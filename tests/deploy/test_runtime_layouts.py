@@ -58,12 +58,21 @@ def same(actual: Tensor, expected: Tensor) -> bool:
     return torch.allclose(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("first", ["contiguous", "channels_last", "a crop further on"])
+ASKED = {
+    "contiguous": [*LAYOUTS],
+    "channels_last": ["contiguous", "channels_last", "a crop further on"],
+    "a crop further on": ["contiguous", "channels_last", "a crop further on"],
+}
+"""The layout of a captured call, and those of later ones: all, or some to which each question is answered
+otherwise."""
+
+
+@pytest.mark.parametrize("first", ASKED)
 @pytest.mark.parametrize("name", ASKING)
 def test_a_model_that_asks_how_its_input_lies_gets_the_answer_of_each_call(name: str, first: str) -> None:
     model = asking(name)
     fast = module_of(model, LAYOUTS[first](image()))
-    for seed, laid in itertools.product((1, 2), LAYOUTS.values()):
+    for seed, laid in itertools.product((1, 2), [LAYOUTS[each] for each in ASKED[first]]):
         x = laid(image(seed)) * 1
         x = laid(x)
         assert same(fast(x), model(x))

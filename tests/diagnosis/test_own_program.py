@@ -260,9 +260,9 @@ def test_a_diagnosis_with_the_optimized_module(monkeypatch: pytest.MonkeyPatch) 
 def test_every_operator_of_an_optimized_network_is_attributed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ampopt.passes.onnx_runtime.TUNING_S", 1.0)
+    monkeypatch.setattr("ampopt.passes.onnx_runtime.TUNING_S", 0.3)
     monkeypatch.setattr("ampopt.passes.onnx_runtime.COMPARING_S", 0.1)
-    x = torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     model = WORKLOADS[name].model()
     program = FoldConvBn().apply(program_of(model, x)).program
     engines = (None, OnnxRuntime(session=()), OnnxRuntime())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.helpers import (
     BF16,
     FP16,
     Model,
+    apply_to_untouched,
     check_pass,
     dtypes_of,
     eager_of,
@@ -130,6 +132,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@functools.cache
+def captured(name: str) -> tuple[nn.Module, Tensor, Program]:
+    """A model, its input, and its program, for all tests that leave them as they are."""
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model, x = build().eval(), torch.randn(shape)
+    return model, x, program_of(model, x)
+
+
 def _check_bits(program: Program, wanted: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     assert not program.under_autocast
     for got, want in zip(program.run(*inputs), wanted, strict=True):
@@ -140,29 +151,26 @@ def _check_bits(program: Program, wanted: Sequence[Tensor], inputs: Sequence[Ten
 @pytest.mark.parametrize("lane", [BF16, FP16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_amp_gives_the_bits_that_autocast_gives(name: str, lane: Lane) -> None:
-    build, shape = MODELS[name]
-    model, inputs = build().eval(), [torch.randn(shape)]
-    program = program_of(model, *inputs, lane=lane)
-    baked = BakeAutocast().apply(program).program
-    _check_bits(baked, program.run(*inputs), inputs)
+    model, x, program = captured(name)
+    program = lane.start(program)
+    baked = apply_to_untouched(BakeAutocast(), program).program
+    _check_bits(baked, program.run(x), [x])
     if name != "transformer layer":  # called eagerly it takes a path of its own, which rounds otherwise
-        _check_bits(baked, eager_of(model, inputs, lane), inputs)
+        _check_bits(baked, eager_of(model, [x], lane), [x])
 
 
 @pytest.mark.parametrize("name", ["convolutions", "attention", "two readers", "concatenation", "prelu"])
 def test_what_is_baked_is_a_sound_program(name: str) -> None:
-    build, shape = MODELS[name]
-    model, x, elsewhere = build().eval(), torch.randn(shape), [torch.randn(3, *shape[1:])]
-    found = BakeAutocast().apply(program_of(model, x, lane=BF16)).rewrites
+    model, x, program = captured(name)
+    found = BakeAutocast().apply(BF16.start(program)).rewrites
+    elsewhere = [torch.randn(3, *x.shape[1:])]
     check_pass(BakeAutocast(), model, x, rewrites=found, lane=BF16, elsewhere=elsewhere)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_cast_of_a_weight_is_left(name: str, policy: str) -> None:
-    build, shape = MODELS[name]
-    program = program_of(build().eval(), torch.randn(shape), lane=BF16)
-    baked = BakeAutocast(policy).apply(program).program
+    baked = apply_to_untouched(BakeAutocast(policy), BF16.start(captured(name)[2])).program
     assert not [
         node.name for node in calls(baked.graph, [aten._to_copy.default]) if is_constant(node.args[0])
     ]
@@ -246,10 +254,8 @@ def test_recurrent_models_run_under_every_policy(layer: type[nn.LSTM], policy: s
     "name", ["convolutions", "attention", "two readers", "concatenation", "prelu", "integers"]
 )
 def test_every_policy_gives_outputs_in_the_original_dtypes(name: str, policy: str) -> None:
-    build, shape = MODELS[name]
-    model, x = build().eval(), torch.randn(shape)
-    found = BakeAutocast(policy).apply(program_of(model, x, lane=BF16)).rewrites
-    step = BakeAutocast(policy)
+    (model, x, program), step = captured(name), BakeAutocast(policy)
+    found = step.apply(BF16.start(program)).rewrites
     check_pass(step, model, x, rewrites=found, lane=BF16, limit=None if name == "integers" else 2.0**-5)
 
 

@@ -88,10 +88,22 @@ def test_it_runs_rewritten_programs() -> None:
     check_outputs(Openvino.numerics, program, Openvino().apply(program).program, model, [x], FP32)
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", "regnet_y_400mf"])
-def test_networks_of_torchvision_are_right_and_keep_nan(name: str) -> None:
-    models = pytest.importorskip("torchvision.models")
-    model, x = with_statistics(getattr(models, name)(num_classes=10).eval()), torch.randn(1, 3, 64, 64)
+def _regnet() -> nn.Module:
+    """A RegNetY-400MF with 6 of its 16 blocks: each width, and one block after another of the same."""
+    regnet = pytest.importorskip("torchvision.models.regnet")
+    blocks = regnet.BlockParams([1, 1, 2, 2], [48, 104, 208, 440], [8] * 4, [1.0] * 4, [2] * 4, 0.25)
+    found: nn.Module = regnet.RegNet(blocks, num_classes=10)
+    return found
+
+
+def _mobilenet() -> nn.Module:
+    found: nn.Module = pytest.importorskip("torchvision.models").mobilenet_v3_small(num_classes=10)
+    return found
+
+
+@pytest.mark.parametrize("make", [_mobilenet, _regnet])
+def test_networks_of_torchvision_are_right_and_keep_nan(make: Callable[[], nn.Module]) -> None:
+    model, x = with_statistics(make()), torch.randn(1, 3, 64, 64)
     program = program_of(model, x, on_top_of=(FoldConvBn(),))
     done = Openvino().hurried().apply(program).program
     check_outputs(Openvino.numerics, program, done, model, [x], FP32)

@@ -182,6 +182,8 @@ class _Striking:
 
     def __init__(self, *at: int) -> None:
         self.at, self.calls, self.served_at = at, 0, math.inf
+        self._is_watched: bool | None = None
+        """None after a call of what may have changed it."""
 
     def __enter__(self) -> _Striking:
         sys.settrace(self)
@@ -192,8 +194,14 @@ class _Striking:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         name = frame.f_code.co_filename
-        is_ours = name.startswith(FOLDER) and not name.endswith(WATCH)
-        if is_ours and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if not name.startswith(FOLDER):
+            return
+        if name.endswith(WATCH):
+            self._is_watched = None
+            return
+        if self._is_watched is None:
+            self._is_watched = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        if self._is_watched:
             self.calls += 1
             if frame.f_code in _SERVING:
                 self.served_at = self.calls
