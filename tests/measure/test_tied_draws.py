@@ -108,7 +108,9 @@ def test_a_detector_of_centers_has_a_file_and_a_bundle(kind: str, tmp_path: Path
     robot = ampopt.robot.load(tmp_path / "peaks.ampopt")
     with torch.no_grad():
         expected = model(other)
-    for found in (loaded(other), map(torch.from_numpy, robot(other.numpy()).values())):
+    named = robot(other.numpy())
+    assert isinstance(named, dict)
+    for found in (loaded(other), map(torch.from_numpy, named.values())):
         for mine, its in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
