@@ -16,6 +16,7 @@ from ampopt.engines.onnx_graph import dims_in
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.errors import first_line
 from ampopt.ir.graph import calls, is_native, where
+from ampopt.ir.matrix_forms import why_not_answered
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import decides_by_values
@@ -86,7 +87,9 @@ class OnnxRuntime(Engine):
         if program.lane.is_mixed:
             return "ONNX Runtime's CPU provider computes in float32"
         found = next((node for node in calls(program.graph) if is_native(node)), None)
-        return f"ONNX does not know {found.target}" if found is not None else None
+        if found is not None:
+            return f"ONNX does not know {found.target}"
+        return why_not_answered(program.graph)
 
     def expected_seconds(self, program: Program) -> float:
         """A few seconds for the export to start, plus a time for each operator."""

@@ -17,6 +17,7 @@ from ampopt.engines.openvino_engine import OpenVinoEngine
 from ampopt.ir.aliasing import aliased_by
 from ampopt.ir.graph import aten, calls, dtype_of, is_native
 from ampopt.ir.index_ranges import may_miss
+from ampopt.ir.matrix_forms import why_not_answered
 from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Engine, Result
@@ -116,6 +117,8 @@ class Openvino(Engine):
         found = next((node for node in calls(program.graph) if is_native(node)), None)
         if found is not None:
             return f"ONNX does not know {found.target}"
+        if (reason := why_not_answered(program.graph)) is not None:
+            return reason
         return why_not_precision(PRECISIONS[program.lane.dtype])
 
     def expected_seconds(self, program: Program) -> float:

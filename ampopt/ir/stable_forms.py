@@ -5,7 +5,8 @@ PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx wri
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
 one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` and
 `similarity_forms` are for signs of zero and infinities, `spread_forms` for squares beyond float32, and
-`reduction_forms`, `recurrent_forms`, `attention_forms` and `loss_forms` for what torch.onnx does not write.
+`reduction_forms`, `recurrent_forms`, `attention_forms`, `loss_forms` and `matrix_forms` for what torch.onnx
+does not write.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -27,6 +28,7 @@ from ampopt.ir import (
     border_forms,
     deciding_forms,
     loss_forms,
+    matrix_forms,
     pooling_forms,
     recurrent_forms,
     reduction_forms,
@@ -353,6 +355,7 @@ FORMS: Forms = {
     **attention_forms.FORMS,
     **loss_forms.FORMS,
     **similarity_forms.FORMS,
+    **matrix_forms.FORMS,
     **spread_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,

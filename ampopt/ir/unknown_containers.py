@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +19,7 @@ def unknown_container(leaves: Iterable[object]) -> str | None:
     nor are dataclasses and classes that are registered.
     """
     for leaf in leaves:
-        if isinstance(leaf, (Tensor, nn.Module, type)):
+        if isinstance(leaf, (Tensor, nn.Module, type, enum.Enum, types.FunctionType)):
             continue
         kind = type(leaf).__qualname__
         if dataclasses.is_dataclass(leaf):

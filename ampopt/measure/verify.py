@@ -38,7 +38,7 @@ from ampopt.measure.integer_check import IntegerCheck
 from ampopt.measure.metric import Metric, metric_value
 from ampopt.measure.original import Original, Run
 from ampopt.measure.ownership import Watched
-from ampopt.measure.tied_draws import TiedDraws
+from ampopt.measure.tied_values import TiedValues
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted
 
@@ -103,7 +103,7 @@ class Verifier(Original):
         in_a_row = CALLS_IN_A_ROW if captured.lifted else 1
         inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
-        self.ties = TiedDraws(self, self.draws)
+        self.ties = TiedValues(self, self.draws)
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
         smallest = not divides_towards_zero(captured.program)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row, with_smallest=smallest)
@@ -211,12 +211,10 @@ class Verifier(Original):
         """Whether an error on a draw affects the verdict.
 
         Outside of the examples' range it does not if eager, in the lane, overflows; if eager is too inexact
-        to be a reference, or values may come in any order, a program only has to be finite. An example with
-        equal values that may, one of zeros perhaps, leaves the verdict to random inputs without.
+        to be a reference, a program only has to be finite.
         """
-        is_open = error > lane.limits.always and self.ties.leave_open(lane, draw, output)
         own = self.own_errors(lane, draw)[output]
-        if not is_open and (draw in self.draws or own <= lane.limits.largest):
+        if draw in self.draws or own <= lane.limits.largest:
             return True
         return math.isfinite(own) and not math.isfinite(error)
 
@@ -343,7 +341,7 @@ class Verifier(Original):
         if limit < error <= min(near, lane.limits.largest) and not is_usual:
             jump = self.largest_jumps(lane, draw, within=True)[output]
             limit = max(limit, min(lane.limits.allowed(jump), lane.limits.largest))
-        return limit
+        return limit if error <= limit else max(limit, AS_FAR * self.ties.licence(lane, draw, output))
 
     def _usual_error(self, lane: Lane, draw: Draw, output: int) -> float:
         instead = self.yardstick(lane, draw, output)

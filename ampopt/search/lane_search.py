@@ -49,6 +49,8 @@ class LaneSearch:
         """Whether the opening lost by its error alone, and nothing of it was kept."""
         self.engines = LaneEngines(manager, state, pipeline, self._opening, patience)
         self._launched: Subject | None = None
+        self._has_new_kernels = False
+        """Whether native kernels were kept that the graph was not launched with."""
 
     @staticmethod
     def expected(program: Program, pipeline: Pipeline) -> tuple[Pass, ...]:
@@ -168,7 +170,7 @@ class LaneSearch:
     def _rewrite(self, steps: Sequence[Pass], deadline: float, until: Until = lambda _: False) -> None:
         self._handled |= {step.name for step in steps}
         for step in steps:
-            self.engines.take_made(is_launched=self._launched is self.state.graph)
+            self.engines.take_made(is_launched=not self._has_new_kernels)
             if self._is_late(step) and time.perf_counter() <= deadline:
                 needed_s = self._manager.needed_s(self.state, step, self.state.graph.program)
                 if self._would_be_late(needed_s):
@@ -181,6 +183,7 @@ class LaneSearch:
             entry = self._manager.try_in_place(self.state, step, later, deadline).entry
             if step.family is Family.KERNEL and entry.verdict is Verdict.KEPT and entry.gain is not None:
                 self.engines.kernels_gain *= entry.gain.ratio
+                self._has_new_kernels = True
                 self.engines.begin()  # what comes next takes seconds, in which a compiler can work
 
     def vary(self, deadline: float, until: Until = lambda _: False) -> None:
@@ -200,7 +203,7 @@ class LaneSearch:
         graph, first = self.state.graph, self._launched is None
         if graph is self._launched:
             return
-        self._launched = graph
+        self._launched, self._has_new_kernels = graph, False
         usable = [step for step in self._pipeline.launches if why_not(step, graph.program) is None]
         for launch in self._pipeline.launches if first else usable:
             trial = self._manager.try_passes(self.state, launch.name, [launch], graph.program, deadline)

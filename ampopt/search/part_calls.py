@@ -141,8 +141,10 @@ class _Watch:
 
     def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Look at what a call has left."""
+        if self._given is None:
+            return
         leaves, spec = flatten_call(args, kwargs)
-        if self._given is not None and self.why_not is None:
+        if self.why_not is None:
             given, as_given = self._given
             if spec != as_given or any(a is not b for a, b in zip(leaves, given, strict=True)):
                 self.why_not = "it changes a container that it is called with"

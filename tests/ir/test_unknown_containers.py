@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -96,5 +97,19 @@ def test_what_is_known_is_one_graph(made: Callable[[Tensor], Any]) -> None:
     assert torch.allclose(captured.program.run(X)[0], held, atol=1e-6)
 
 
-def test_modules_classes_and_tensors_are_no_containers() -> None:
-    assert unknown_container([X, nn.Linear(2, 2), Unknown, 3, "word", None, [].append]) is None
+class Kind(Setting, enum.Enum):
+    FAST = 60
+
+
+def marked() -> None:
+    """A function with an attribute."""
+
+
+marked.tensor = X  # type: ignore[attr-defined]
+
+
+def test_modules_classes_functions_and_members_of_an_enumeration_are_no_containers() -> None:
+    assert (
+        unknown_container([X, nn.Linear(2, 2), Unknown, Kind.FAST, marked, 3, "word", None, [].append])
+        is None
+    )

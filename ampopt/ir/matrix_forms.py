@@ -1,0 +1,117 @@
+"""Inverses, solutions and determinants of small matrices for ONNX, which has no operator for the first two.
+
+Cameras' intrinsics, poses and homographies are such matrices.
+
+Correct because: Gauss and Jordan's elimination makes the identity of A in [A | B], with steps that leave the
+solution of A X = B as it is, so that X takes the place of B; each step exchanges two rows for the largest
+pivot of a column, as LAPACK does, and the determinant is the product of the pivots, with a change of sign for
+each exchange. In float64 its rounding is below that of LAPACK in float32. Of a singular matrix, for which
+PyTorch raises an error, every number is NaN; engines that answer in the original's place do not run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampopt.ir.deciding_forms import Call
+from ampopt.ir.graph import arguments, aten, calls, dtype_of, shape_of, where
+
+LARGEST = 8
+"""The most rows of a matrix: each takes twenty operators."""
+
+_REAL = (torch.float32, torch.float64)
+
+_RAISING = (aten.linalg_inv.default, aten.inverse.default, aten.linalg_solve.default)
+
+
+def why_not_answered(module: fx.GraphModule) -> str | None:
+    """Why what runs a graph by ONNX may answer a call in which PyTorch raises an error; None: it does not."""
+    node = next(calls(module, _RAISING), None)
+    return (
+        None if node is None else f"{where(node)} raises an error for a singular matrix, which ONNX does not"
+    )
+
+
+def _inverse(call: Call, node: fx.Node) -> Any:
+    matrix = next(iter(arguments(node).values()))
+    if (size := _size(matrix)) is None:
+        return None
+    identity = call(aten.eye.default, size, dtype=torch.float64)
+    wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
+    sides = call(aten.add.Tensor, call(aten.mul.Tensor, wide, 0.0), identity)
+    return _narrow(call, _eliminated(call, wide, sides, size)[0], node)
+
+
+def _solution(call: Call, node: fx.Node) -> Any:
+    """None where the right side is a vector, or matrices are repeated along a batch."""
+    values = arguments(node)
+    matrix, sides = values["A"], values["B"]
+    if (size := _size(matrix)) is None or not values.get("left", True):
+        return None
+    if shape_of(sides)[:-1] != shape_of(matrix)[:-1] or len(shape_of(sides)) != len(shape_of(matrix)):
+        return None
+    wide, right = (call(aten._to_copy.default, each, dtype=torch.float64) for each in (matrix, sides))
+    return _narrow(call, _eliminated(call, wide, right, size)[0], node)
+
+
+def _determinant(call: Call, node: fx.Node) -> Any:
+    matrix = next(iter(arguments(node).values()))
+    if (size := _size(matrix)) is None:
+        return None
+    wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
+    return _narrow(call, _eliminated(call, wide, None, size)[1], node)
+
+
+def _size(matrix: fx.Node) -> int | None:
+    """The rows of matrices that are eliminated; None for others."""
+    size = shape_of(matrix)[-1]
+    return size if 0 < size <= LARGEST and dtype_of(matrix) in _REAL else None
+
+
+def _narrow(call: Call, value: Any, node: fx.Node) -> Any:
+    return call(aten._to_copy.default, value, dtype=dtype_of(node))
+
+
+def _eliminated(call: Call, matrix: Any, sides: Any, size: int) -> tuple[Any, Any]:
+    """What becomes of the right sides, and the determinant, for float64 matrices of so many rows.
+
+    Without right sides a pivot of 0, below which nothing is left, is no fault: the determinant is 0.
+    """
+    rows = matrix if sides is None else call(aten.cat.default, [matrix, sides], -1)
+    instead = 1.0 if sides is None else torch.nan
+    places = call(aten.arange.default, size)
+    determinant = None
+    for step in range(size):
+        column = call(aten.select.int, rows, -1, step)
+        is_here, is_done = call(aten.eq.Scalar, places, step), call(aten.lt.Scalar, places, step)
+        sizes = call(aten.masked_fill.Scalar, call(aten.abs.default, column), is_done, -1.0)
+        largest = call(aten.argmax.default, sizes, -1, True)
+        is_largest = call(aten.unsqueeze.default, call(aten.eq.Tensor, places, largest), -1)
+        here = call(aten.slice.Tensor, rows, -2, step, step + 1)
+        chosen = call(aten.sum.dim_IntList, call(aten.where.ScalarOther, is_largest, rows, 0.0), [-2], True)
+        pivot = call(aten.slice.Tensor, chosen, -1, step, step + 1)
+        is_other = call(aten.ne.Scalar, call(aten.unsqueeze.default, largest, -1), step)
+        signed = call(aten.where.self, is_other, call(aten.neg.default, pivot), pivot)
+        determinant = signed if determinant is None else call(aten.mul.Tensor, determinant, signed)
+        pivot = call(aten.masked_fill.Scalar, pivot, call(aten.eq.Scalar, pivot, 0.0), instead)
+        unit = call(aten.div.Tensor, chosen, pivot)
+        rows = call(aten.where.self, is_largest, here, rows)
+        factors = call(aten.slice.Tensor, rows, -1, step, step + 1)
+        reduced = call(aten.sub.Tensor, rows, call(aten.mul.Tensor, factors, unit))
+        rows = call(aten.where.self, call(aten.unsqueeze.default, is_here, -1), unit, reduced)
+    determinant = call(aten.select.int, call(aten.select.int, determinant, -1, 0), -1, 0)
+    return call(aten.slice.Tensor, rows, -1, size, 2**62), determinant
+
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    aten.linalg_inv.default: _inverse,
+    aten.inverse.default: _inverse,
+    aten.linalg_solve.default: _solution,
+    aten.linalg_det.default: _determinant,
+    aten.det.default: _determinant,
+}
+"""For each operator, a function of (call, node) that makes its form; None: no change needed."""

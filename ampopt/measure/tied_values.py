@@ -1,0 +1,157 @@
+"""How far the order of equal values, which PyTorch leaves open, moves a model's outputs.
+
+`topk`, an unstable `sort`, `kthvalue`, `median` and `mode` tell the places of values. Where two are equal it
+is not defined which place comes first, and engines have orders of their own. An image of one colour makes all
+scores of a detector equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.ir.graph import arguments, aten, calls
+from ampopt.ir.lanes import Lane
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.program import Program
+from ampopt.measure.draws import Draw
+from ampopt.measure.original import Original, Run
+from ampopt.system.interrupts import check_interrupted
+
+_CHOOSING = {aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, aten.mode.default}
+_ORDERING = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default} | _CHOOSING
+
+ORDERS = 4
+"""Number of runs with equal values in other orders, each at random."""
+
+
+def tells_places(program: Program) -> bool:
+    """Whether outputs can hang on the order of equal values."""
+    return any(_is_open(node) for node in calls(program.graph, _ORDERING))
+
+
+def _is_open(node: fx.Node) -> bool:
+    return node.target is not aten.sort.stable or not arguments(node)["stable"]
+
+
+class TiedValues:
+    """Runs the captured program of `original` with values that are as good as equal in other orders."""
+
+    def __init__(self, original: Original, usual: Sequence[Draw] = ()) -> None:
+        """`usual`: the example, and random inputs like it."""
+        self._original, self._program, self._usual = original, original.captured.program, usual
+        self._jumps: dict[tuple[str, float], list[float]] = {}
+        self._tells_places = tells_places(self._program)
+
+    def runs(self, near: float) -> Iterator[Run]:
+        """Runs in each of which any two values may change places that differ by no more than `near`.
+
+        That is a share of the largest value beside them; 0: they are equal.
+        """
+        for seed in range(ORDERS if self._tells_places else 0):
+            yield self._run_of(_Reordered(self._program.graph, near, seed))
+
+    def jump(self, draw: Draw, output: int, near: float) -> float:
+        """The largest relative change of an output of a draw in those runs; 0 where it is not finite."""
+        if not self._tells_places:
+            return 0.0
+        if (draw.name, near) not in self._jumps:
+            self._jumps[draw.name, near] = self._jumps_of(draw, near)
+        return self._jumps[draw.name, near][output]
+
+    def licence(self, lane: Lane, draw: Draw, output: int) -> float:
+        """How far an output moves where values that a right program of the lane may swap change places.
+
+        Outside of the examples' range they differ by no more than the error that every program may have. In
+        the example they are equal, and random inputs have no such values: else nothing would be verified.
+        """
+        if draw not in self._usual:
+            return self.jump(draw, output, lane.limits.always)
+        first, *others = (self.jump(each, output, 0.0) for each in self._usual)
+        return first if draw is self._usual[0] and others and not any(others) else 0.0
+
+    def first_without(self) -> Draw:
+        """The first usual draw, if possible the example, whose first call has no order of equal values."""
+        firsts = [Draw(f"{draw.name}, the first call", draw.calls[:1]) for draw in self._usual]
+        outputs = range(len(self._program.exit))
+        plain = (
+            draw
+            for draw, first in zip(self._usual, firsts, strict=True)
+            if not any(self.jump(first, output, 0.0) for output in outputs)
+        )
+        return next(plain, self._usual[0])
+
+    def _run_of(self, interpreter: fx.Interpreter) -> Run:
+        def run(*tensors: Tensor) -> list[Tensor]:
+            with self._program.scope(), torch.no_grad():
+                pairs = zip(self._program.entry, tensors, strict=True)
+                found = interpreter.run(*[border.convert(tensor) for border, tensor in pairs])
+                return [border.convert(x) for border, x in zip(self._program.exit, found, strict=True)]
+
+        return run
+
+    def _jumps_of(self, draw: Draw, near: float) -> list[float]:
+        worst = [0.0] * len(self._program.exit)
+        try:
+            usual = self._original.steps(self._run_of(fx.Interpreter(self._program.graph)), draw)
+            for run in self.runs(near):
+                for moved, own in zip(self._original.steps(run, draw), usual, strict=True):
+                    errors = [relative_error(a, b) for a, b in zip(moved, own, strict=True)]
+                    finite = [error if error < torch.inf else 0.0 for error in errors]
+                    worst = [max(pair) for pair in zip(worst, finite, strict=True)]
+        except Exception as error:  # the draw is not for this graph: nothing is known of it
+            check_interrupted(error)
+            return [0.0] * len(worst)
+        return worst
+
+
+class _Reordered(fx.Interpreter):
+    """Runs a graph in which what is as good as equal is ordered at random."""
+
+    def __init__(self, module: fx.GraphModule, near: float, seed: int) -> None:
+        super().__init__(module)
+        self._near, self._generator = near, torch.Generator().manual_seed(seed)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run the node; what tells places tells those of another order."""
+        result = super().run_node(n)
+        if n.target not in _ORDERING or not _is_open(n):
+            return result
+        given: dict[str, Any] = {k: self.map_nodes_to_values(v, n) for k, v in arguments(n).items()}
+        values: Tensor = given["self"]
+        if not values.numel() or not values.dim():
+            return result
+        rows = values.movedim(given["dim"], -1)
+        if n.target in _CHOOSING:
+            return self._chosen_anew(rows, result[0], given["dim"], keepdim=given["keepdim"])
+        places = self._order(rows, descending=given.get("largest", given.get("descending", False)))
+        places = places[..., : given.get("k")]
+        found = [rows.gather(-1, places).movedim(-1, given["dim"]), places.movedim(-1, given["dim"])]
+        return found[1] if n.target is aten.argsort.default else tuple(found)
+
+    def _order(self, rows: Tensor, *, descending: bool) -> Tensor:
+        """The places of each row's values in order, of equal ones at random."""
+        if self._near and rows.is_floating_point():
+            rows = rows.double() + self._far(rows) * (2.0 * self._random(rows.shape, rows) - 1.0)
+        shuffled = self._random(rows.shape[-1:], rows).argsort()
+        order = rows[..., shuffled].argsort(dim=-1, descending=descending, stable=True)
+        return shuffled[order]
+
+    def _chosen_anew(self, rows: Tensor, chosen: Tensor, dim: int, *, keepdim: bool) -> tuple[Tensor, Tensor]:
+        """A value as good as equal to the one that was chosen of each row, and its place."""
+        own = (chosen if keepdim else chosen.unsqueeze(dim)).movedim(dim, -1)
+        is_alike = (rows == own) | (rows.isnan() & own.isnan())
+        if rows.is_floating_point():
+            is_alike = is_alike | ((rows.double() - own.double()).abs() <= self._far(rows))
+        place = (is_alike * (self._random(rows.shape, rows) + 1.0)).argmax(-1, keepdim=True)
+        found = (each.movedim(-1, dim) for each in (rows.gather(-1, place), place))
+        return tuple(each if keepdim else each.squeeze(dim) for each in found)  # type: ignore[return-value]
+
+    def _far(self, rows: Tensor) -> Tensor:
+        return self._near * rows.double().nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
+
+    def _random(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return torch.rand(tuple(shape), generator=self._generator, dtype=torch.float64).to(like.device)
