@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled, one_more
 from ampopt.deploy.onnx_files import append_metadata, data_path, sha256_of, write_model
@@ -25,6 +25,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.graph import where
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32
+from ampopt.ir.matrix_forms import in_float64
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.resize_forms import of_one_size
 from ampopt.ir.size_range import Sizes, between, corners, shown
@@ -223,7 +224,12 @@ def export_onnx(
         nodes_off_gpu=check.nodes_off_gpu,
         providers=check.providers,
         onnxruntime=str(need("onnxruntime", "onnx").__version__),
-        notes=(*check.notes, *_of_openvino(target, otherwise), *_how_to_keep(captured, inputs)),
+        notes=(
+            *check.notes,
+            *_of_openvino(target, otherwise),
+            *_of_float64(target, program.graph),
+            *_how_to_keep(captured, inputs),
+        ),
         seconds=time.perf_counter() - started,
     )
 
@@ -259,6 +265,19 @@ def _io_of(captured: Captured) -> str:
 def _of_openvino(target: str, otherwise: str | None) -> list[str]:
     """What the maker of a file for OpenVINO is told, which nothing was verified in."""
     return [] if otherwise is None or target != "openvino" else [f"{otherwise}: choose another runtime"]
+
+
+_WIDE = {
+    "tensorrt": "which TensorRT does not have: it may refuse the file",
+    "openvino": "which OpenVINO rounds to float32",
+}
+
+
+def _of_float64(target: str, module: fx.GraphModule) -> list[str]:
+    """What the maker of a file for a runtime without float64 is told."""
+    if target not in _WIDE or (node := in_float64(module)) is None:
+        return []
+    return [f"{where(node)} is computed in float64, {_WIDE[target]}"]
 
 
 def _how_to_keep(captured: Captured, inputs: Sequence[str]) -> list[str]:

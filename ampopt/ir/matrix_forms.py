@@ -5,8 +5,10 @@ Cameras' intrinsics, poses and homographies are such matrices.
 Correct because: Gauss and Jordan's elimination makes the identity of A in [A | B], with steps that leave the
 solution of A X = B as it is, so that X takes the place of B; each step exchanges two rows for the largest
 pivot of a column, as LAPACK does, and the determinant is the product of the pivots, with a change of sign for
-each exchange. In float64 its rounding is below that of LAPACK in float32. Of a singular matrix, for which
-PyTorch raises an error, every number is NaN; engines that answer in the original's place do not run it.
+each exchange. In float64 its rounding is below that of LAPACK in float32, but OpenVINO computes in float32.
+NaN anywhere in a matrix makes all of its numbers NaN, and so does a pivot of 0, for which PyTorch raises an
+error. At a singular matrix rounding may leave another pivot, here as in PyTorch, and large numbers come of
+it. So engines that answer in the original's place do not run what raises errors.
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ LARGEST = 8
 _REAL = (torch.float32, torch.float64)
 
 _RAISING = (aten.linalg_inv.default, aten.inverse.default, aten.linalg_solve.default)
+
+
+def in_float64(module: fx.GraphModule) -> fx.Node | None:
+    """The first call of an exported graph whose form computes in float64."""
+    return next(calls(module, FORMS), None)
 
 
 def why_not_answered(module: fx.GraphModule) -> str | None:
@@ -81,6 +88,8 @@ def _eliminated(call: Call, matrix: Any, sides: Any, size: int) -> tuple[Any, An
 
     Without right sides a pivot of 0, below which nothing is left, is no fault: the determinant is 0.
     """
+    zeros = call(aten.mul.Tensor, call(aten.tanh.default, matrix), 0.0)  # but for NaN, which no maximum keeps
+    matrix = call(aten.add.Tensor, matrix, call(aten.sum.dim_IntList, zeros, [-2, -1], True))
     rows = matrix if sides is None else call(aten.cat.default, [matrix, sides], -1)
     instead = 1.0 if sides is None else torch.nan
     places = call(aten.arange.default, size)
@@ -100,8 +109,8 @@ def _eliminated(call: Call, matrix: Any, sides: Any, size: int) -> tuple[Any, An
         pivot = call(aten.masked_fill.Scalar, pivot, call(aten.eq.Scalar, pivot, 0.0), instead)
         unit = call(aten.div.Tensor, chosen, pivot)
         rows = call(aten.where.self, is_largest, here, rows)
-        factors = call(aten.slice.Tensor, rows, -1, step, step + 1)
-        reduced = call(aten.sub.Tensor, rows, call(aten.mul.Tensor, factors, unit))
+        factors = call(aten.div.Tensor, call(aten.slice.Tensor, rows, -1, step, step + 1), pivot)
+        reduced = call(aten.sub.Tensor, rows, call(aten.mul.Tensor, factors, chosen))
         rows = call(aten.where.self, call(aten.unsqueeze.default, is_here, -1), unit, reduced)
     determinant = call(aten.select.int, call(aten.select.int, determinant, -1, 0), -1, 0)
     return call(aten.slice.Tensor, rows, -1, size, 2**62), determinant

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -26,7 +25,6 @@ from ampopt.measure.fault_masks import (
     with_others,
 )
 from ampopt.measure.original import Original, Run
-from ampopt.measure.tied_values import TiedValues
 from ampopt.system.wording import argument
 
 Faults = Literal["keep", "exact", "ignore"]
@@ -170,10 +168,7 @@ class FaultCheck:
         first = masks.unexplained(found)
         if not first:
             return masks
-        orders = TiedValues(self._original).runs(lane.limits.always)
-        moving = itertools.chain(
-            orders, self._original.runs_rounded_anew(lane, ROUNDINGS_OF_FAULTS, within=True)
-        )
+        moving = self._original.runs_rounded_anew(lane, ROUNDINGS_OF_FAULTS, within=True)
         rounded, runs = self._rounded.setdefault((lane, draw.name), (masks, enumerate(moving, start=1)))
         while left := rounded.unexplained(found):
             if rounded.roundings >= ROUNDINGS_TO_SEE and 2 * left > first:

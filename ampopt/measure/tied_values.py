@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ampopt.ir.graph import arguments, aten, calls
 from ampopt.ir.lanes import Lane
-from ampopt.ir.numerics import relative_error
+from ampopt.ir.numerics import is_rounded, relative_error, widened
 from ampopt.ir.program import Program
 from ampopt.measure.draws import Draw
 from ampopt.measure.original import Original, Run
@@ -40,16 +40,20 @@ def _is_open(node: fx.Node) -> bool:
 class TiedValues:
     """Runs the captured program of `original` with values that are as good as equal in other orders."""
 
-    def __init__(self, original: Original, usual: Sequence[Draw] = ()) -> None:
-        """`usual`: the example, and random inputs like it."""
+    def __init__(self, original: Original, usual: Sequence[Draw], *, least_norm: float) -> None:
+        """`usual`: the example, and random inputs like it.
+
+        An output's norm counts as at least the share `least_norm` of that on the example.
+        """
         self._original, self._program, self._usual = original, original.captured.program, usual
+        self._least_norm, self._least_norms = least_norm, list[float]()
         self._jumps: dict[tuple[str, float], list[float]] = {}
         self._tells_places = tells_places(self._program)
 
     def runs(self, near: float) -> Iterator[Run]:
-        """Runs in each of which any two values may change places that differ by no more than `near`.
+        """Runs in each of which values may change places that differ by a share of no more than `near`.
 
-        That is a share of the largest value beside them; 0: they are equal.
+        0: they are equal.
         """
         for seed in range(ORDERS if self._tells_places else 0):
             yield self._run_of(_Reordered(self._program.graph, near, seed))
@@ -95,17 +99,28 @@ class TiedValues:
 
     def _jumps_of(self, draw: Draw, near: float) -> list[float]:
         worst = [0.0] * len(self._program.exit)
+        plain = self._run_of(fx.Interpreter(self._program.graph))
         try:
-            usual = self._original.steps(self._run_of(fx.Interpreter(self._program.graph)), draw)
+            if not self._least_norms:
+                first = self._original.steps(plain, self._usual[0])[0]
+                self._least_norms = [self._least_norm * _norm(output) for output in first]
+            usual = self._original.steps(plain, draw)
             for run in self.runs(near):
                 for moved, own in zip(self._original.steps(run, draw), usual, strict=True):
-                    errors = [relative_error(a, b) for a, b in zip(moved, own, strict=True)]
+                    pairs = zip(moved, own, self._least_norms, strict=True)
+                    errors = [relative_error(a, b, least_norm=least) for a, b, least in pairs]
                     finite = [error if error < torch.inf else 0.0 for error in errors]
                     worst = [max(pair) for pair in zip(worst, finite, strict=True)]
         except Exception as error:  # the draw is not for this graph: nothing is known of it
             check_interrupted(error)
             return [0.0] * len(worst)
         return worst
+
+
+def _norm(output: Tensor) -> float:
+    if not is_rounded(output):
+        return 0.0
+    return float(torch.linalg.vector_norm(widened(output[torch.isfinite(output)])))
 
 
 class _Reordered(fx.Interpreter):
@@ -135,7 +150,7 @@ class _Reordered(fx.Interpreter):
     def _order(self, rows: Tensor, *, descending: bool) -> Tensor:
         """The places of each row's values in order, of equal ones at random."""
         if self._near and rows.is_floating_point():
-            rows = rows.double() + self._far(rows) * (2.0 * self._random(rows.shape, rows) - 1.0)
+            rows = rows.double() + self._far(rows) * (self._random(rows.shape, rows) - 0.5)
         shuffled = self._random(rows.shape[-1:], rows).argsort()
         order = rows[..., shuffled].argsort(dim=-1, descending=descending, stable=True)
         return shuffled[order]
@@ -151,7 +166,7 @@ class _Reordered(fx.Interpreter):
         return tuple(each if keepdim else each.squeeze(dim) for each in found)  # type: ignore[return-value]
 
     def _far(self, rows: Tensor) -> Tensor:
-        return self._near * rows.double().nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
+        return self._near * rows.double().nan_to_num(0.0, 0.0, 0.0).abs()
 
     def _random(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return torch.rand(tuple(shape), generator=self._generator, dtype=torch.float64).to(like.device)

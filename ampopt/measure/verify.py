@@ -45,7 +45,8 @@ from ampopt.system.interrupts import check_interrupted
 AS_FAR = 2.0
 """Largest ratio of a program's error to eager's change by rounding, if the error is over the limit.
 
-Outputs of zeros have an error of 1, which never passes.
+Outputs of zeros have an error of 1, which passes only on a draw whose equal values, in other orders, move an
+output as far.
 """
 
 LEAST_NORM = 1e-6
@@ -103,7 +104,7 @@ class Verifier(Original):
         in_a_row = CALLS_IN_A_ROW if captured.lifted else 1
         inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
-        self.ties = TiedValues(self, self.draws)
+        self.ties = TiedValues(self, self.draws, least_norm=LEAST_NORM)
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
         smallest = not divides_towards_zero(captured.program)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row, with_smallest=smallest)

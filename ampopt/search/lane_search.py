@@ -203,12 +203,13 @@ class LaneSearch:
         graph, first = self.state.graph, self._launched is None
         if graph is self._launched:
             return
-        self._launched, self._has_new_kernels = graph, False
+        self._launched = graph
         usable = [step for step in self._pipeline.launches if why_not(step, graph.program) is None]
         for launch in self._pipeline.launches if first else usable:
             trial = self._manager.try_passes(self.state, launch.name, [launch], graph.program, deadline)
             if trial.entry.verdict is Verdict.NOT_TRIED:
                 self._launched = None
+        self._has_new_kernels = self._has_new_kernels and self._launched is None
         if not usable and self.state.best is not graph:
             self._manager.try_graph(self.state, "the rewritten graph", deadline)
 

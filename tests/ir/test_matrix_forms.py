@@ -86,6 +86,34 @@ def test_a_file_computes_what_eager_does(tmp_path: Path) -> None:
         assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-6), name
 
 
+def test_nan_anywhere_makes_all_numbers_of_a_file_nan(tmp_path: Path) -> None:
+    """ONNX's maximum ignores it, and would take another pivot."""
+    functions = {name: FUNCTIONS[name] for name in ("inv", "det", "solve")}
+    table = {f"{name} of {size}": f for name, f in functions.items() for size in (3, 4)}
+    given = [random(size, size) for _ in functions for size in (3, 4)]
+    module_of(side_by_side(table), *given).export_onnx(tmp_path / "matrices.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "matrices.onnx")
+    names = [info.name for info in session.get_inputs()]
+    for place in range(16):
+        for x in given:
+            x.copy_(random(*x.shape)).view(-1)[place % x.numel()] = torch.nan
+        found = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
+        for name, output in zip(table, found, strict=True):
+            assert torch.from_numpy(output).isnan().all(), (name, place)
+
+
+@pytest.mark.parametrize("target", ["openvino", "tensorrt"])
+def test_a_file_for_a_runtime_without_float64_tells_of_it(target: str, tmp_path: Path) -> None:
+    x = random(2, 3, 3)
+    module = module_of(Model(lambda _, m: torch.linalg.inv(m)).eval(), x)
+    report = module.export_onnx(tmp_path / "inverse.onnx", target=target)
+    assert any("linalg_inv" in note and "is computed in float64" in note for note in report.notes)
+    other = module_of(Model(lambda _, m: m.sin()).eval(), x).export_onnx(
+        tmp_path / "sine.onnx", target=target
+    )
+    assert not any("float64" in note for note in other.notes)
+
+
 def test_a_singular_matrix_gives_nan_and_a_determinant_of_zero() -> None:
     def function(m: Tensor) -> Any:
         return torch.linalg.inv(m), torch.linalg.solve(m, m[..., :1]), torch.linalg.det(m)
