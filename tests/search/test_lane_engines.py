@@ -302,30 +302,6 @@ def test_what_a_compiler_has_not_made_yet_is_not_waited_for(
     assert rows(bench) == [("good", KEPT)]
 
 
-@pytest.mark.parametrize(
-    ("gain", "order"),
-    [
-        (1.1, ["kernel", "bad", "launch", "compiler (unfused) + launch"]),
-        (1.02, ["kernel", "compiler (unfused) + launch", "bad", "launch"]),
-    ],
-)
-def test_kernels_that_were_not_launched_come_before_what_is_made_without_them(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, gain: float, order: list[str]
-) -> None:
-    """ResNeXt-50's fused graph won, 1.5 s later than it could: code without kernels came first."""
-    bench = Bench(monkeypatch, net, X, cost={"kernel": 1 / gain, "bad": 1.1, "launch": 0.5})
-    pipeline = Pipeline((PlantedKernel("kernel"), Planted("bad")), (Compiler(),), (Launch(),))
-    lane = search(monkeypatch, bench, pipeline, Opening(()))
-    base = lane.state.graph.program
-    sandbox = Ahead(base)
-    bench.manager.sandbox = sandbox  # type: ignore[assignment]
-    monkeypatch.setattr(lane.engines, "begin", lambda: sandbox.ended.append(base.recipe))  # after the kernel
-    lane.rewrite(bench.deadline)
-    lane.launch(bench.deadline)
-    lane.engines.take_made()
-    assert [name for name, _ in rows(bench)] == order
-
-
 @pytest.mark.parametrize(("looks", "expected"), [(3, [("compiler", KEPT)]), (10**9, [])])
 def test_the_likeliest_form_is_waited_for_until_a_time(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module, looks: int, expected: list[tuple[str, Verdict]]
