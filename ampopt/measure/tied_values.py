@@ -7,7 +7,7 @@ scores of a detector equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from ampopt.ir.numerics import is_rounded, relative_error, widened
 from ampopt.ir.program import Program
 from ampopt.measure.draws import Draw
 from ampopt.measure.original import Original, Run
-from ampopt.system.interrupts import check_interrupted
 
 _CHOOSING = {aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, aten.mode.default}
 _ORDERING = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default} | _CHOOSING
 
 ORDERS = 4
-"""Number of runs with equal values in other orders, each at random."""
+"""Number of runs with equal values in orders at random, beside the order of their places, which ONNX has."""
+
+AS_FAR = 2.0
+"""Largest ratio, either way, of a program's error to the jump of a run that explains it."""
 
 
 def tells_places(program: Program) -> bool:
@@ -47,46 +49,46 @@ class TiedValues:
         """
         self._original, self._program, self._usual = original, original.captured.program, usual
         self._least_norm, self._least_norms = least_norm, list[float]()
-        self._jumps: dict[tuple[str, float], list[float]] = {}
+        self._jumps: dict[tuple[str, float], list[list[float]]] = {}
         self._tells_places = tells_places(self._program)
 
-    def runs(self, near: float) -> Iterator[Run]:
-        """Runs in each of which values may change places that differ by a share of no more than `near`.
+    def jumps(self, draw: Draw, output: int, near: float) -> list[float]:
+        """The relative change of an output of a draw in each run; 0 where it is not finite.
 
-        0: they are equal.
+        Values may change places in a run that differ by a share of no more than `near`; 0: they are equal.
         """
-        for seed in range(ORDERS if self._tells_places else 0):
-            yield self._run_of(_Reordered(self._program.graph, near, seed))
-
-    def jump(self, draw: Draw, output: int, near: float) -> float:
-        """The largest relative change of an output of a draw in those runs; 0 where it is not finite."""
         if not self._tells_places:
-            return 0.0
+            return []
         if (draw.name, near) not in self._jumps:
             self._jumps[draw.name, near] = self._jumps_of(draw, near)
-        return self._jumps[draw.name, near][output]
+        return [run[output] for run in self._jumps[draw.name, near]]
 
-    def licence(self, lane: Lane, draw: Draw, output: int) -> float:
-        """How far an output moves where values that a right program of the lane may swap change places.
+    def licence(self, lane: Lane, draw: Draw, output: int, error: float) -> float:
+        """The error that is allowed where the order of values explains this one, because a run moves as far.
 
-        Outside of the examples' range they differ by no more than the error that every program may have. In
-        the example they are equal, and random inputs have no such values: else nothing would be verified.
+        Outside of the examples' range right programs of the lane may swap what differs by no more than the
+        error that each of them may have. In the example they may swap what is equal, where random inputs have
+        no such values: else nothing would be verified. 0 where no run explains the error.
         """
         if draw not in self._usual:
-            return self.jump(draw, output, lane.limits.always)
-        first, *others = (self.jump(each, output, 0.0) for each in self._usual)
-        return first if draw is self._usual[0] and others and not any(others) else 0.0
+            found = self.jumps(draw, output, lane.limits.always)
+        elif draw is not self._usual[0] or len(self._usual) == 1 or self._is_open(self._usual[1:], output):
+            return 0.0
+        else:
+            found = self.jumps(draw, output, 0.0)
+        explaining = (jump for jump in found if jump / AS_FAR <= error <= jump * AS_FAR)
+        return AS_FAR * max(explaining, default=0.0)
+
+    def _is_open(self, draws: Sequence[Draw], output: int) -> bool:
+        return any(any(self.jumps(draw, output, 0.0)) for draw in draws)
 
     def first_without(self) -> Draw:
         """The first usual draw, if possible the example, whose first call has no order of equal values."""
-        firsts = [Draw(f"{draw.name}, the first call", draw.calls[:1]) for draw in self._usual]
-        outputs = range(len(self._program.exit))
-        plain = (
-            draw
-            for draw, first in zip(self._usual, firsts, strict=True)
-            if not any(self.jump(first, output, 0.0) for output in outputs)
-        )
-        return next(plain, self._usual[0])
+        for draw in self._usual:
+            first = Draw(f"{draw.name}, the first call", draw.calls[:1])
+            if not any(self._is_open([first], output) for output in range(len(self._program.exit))):
+                return draw
+        return self._usual[0]
 
     def _run_of(self, interpreter: fx.Interpreter) -> Run:
         def run(*tensors: Tensor) -> list[Tensor]:
@@ -97,24 +99,25 @@ class TiedValues:
 
         return run
 
-    def _jumps_of(self, draw: Draw, near: float) -> list[float]:
-        worst = [0.0] * len(self._program.exit)
+    def _jumps_of(self, draw: Draw, near: float) -> list[list[float]]:
         plain = self._run_of(fx.Interpreter(self._program.graph))
-        try:
-            if not self._least_norms:
-                first = self._original.steps(plain, self._usual[0])[0]
-                self._least_norms = [self._least_norm * _norm(output) for output in first]
-            usual = self._original.steps(plain, draw)
-            for run in self.runs(near):
-                for moved, own in zip(self._original.steps(run, draw), usual, strict=True):
-                    pairs = zip(moved, own, self._least_norms, strict=True)
-                    errors = [relative_error(a, b, least_norm=least) for a, b, least in pairs]
-                    finite = [error if error < torch.inf else 0.0 for error in errors]
-                    worst = [max(pair) for pair in zip(worst, finite, strict=True)]
-        except Exception as error:  # the draw is not for this graph: nothing is known of it
-            check_interrupted(error)
-            return [0.0] * len(worst)
-        return worst
+        if not self._least_norms:
+            first = self._original.steps(plain, self._usual[0])[0]
+            self._least_norms = [self._least_norm * _norm(output) for output in first]
+        usual = self._original.steps(plain, draw)
+        found = list[list[float]]()
+        for seed in (None, *range(ORDERS)):
+            run, worst = (
+                self._run_of(_Reordered(self._program.graph, near, seed)),
+                [0.0] * len(self._least_norms),
+            )
+            for moved, own in zip(self._original.steps(run, draw), usual, strict=True):
+                pairs = zip(moved, own, self._least_norms, strict=True)
+                errors = [relative_error(a, b, least_norm=least) for a, b, least in pairs]
+                finite = [error if error < torch.inf else 0.0 for error in errors]
+                worst = [max(pair) for pair in zip(worst, finite, strict=True)]
+            found.append(worst)
+        return found
 
 
 def _norm(output: Tensor) -> float:
@@ -124,11 +127,12 @@ def _norm(output: Tensor) -> float:
 
 
 class _Reordered(fx.Interpreter):
-    """Runs a graph in which what is as good as equal is ordered at random."""
+    """Runs a graph in which what is as good as equal is ordered at random; without a seed, by its place."""
 
-    def __init__(self, module: fx.GraphModule, near: float, seed: int) -> None:
+    def __init__(self, module: fx.GraphModule, near: float, seed: int | None) -> None:
         super().__init__(module)
-        self._near, self._generator = near, torch.Generator().manual_seed(seed)
+        self._near = 0.0 if seed is None else near
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run the node; what tells places tells those of another order."""
@@ -148,7 +152,7 @@ class _Reordered(fx.Interpreter):
         return found[1] if n.target is aten.argsort.default else tuple(found)
 
     def _order(self, rows: Tensor, *, descending: bool) -> Tensor:
-        """The places of each row's values in order, of equal ones at random."""
+        """The places of each row's values in order."""
         if self._near and rows.is_floating_point():
             rows = rows.double() + self._far(rows) * (self._random(rows.shape, rows) - 0.5)
         shuffled = self._random(rows.shape[-1:], rows).argsort()
@@ -169,4 +173,9 @@ class _Reordered(fx.Interpreter):
         return self._near * rows.double().nan_to_num(0.0, 0.0, 0.0).abs()
 
     def _random(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Numbers from 0 to 1 at random; without a generator they rise with their place."""
+        if self._generator is None:
+            return torch.linspace(0.0, 1.0, shape[-1], dtype=torch.float64, device=like.device).expand(
+                tuple(shape)
+            )
         return torch.rand(tuple(shape), generator=self._generator, dtype=torch.float64).to(like.device)

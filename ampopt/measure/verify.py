@@ -46,7 +46,7 @@ AS_FAR = 2.0
 """Largest ratio of a program's error to eager's change by rounding, if the error is over the limit.
 
 Outputs of zeros have an error of 1, which passes only on a draw whose equal values, in other orders, move an
-output as far.
+output as far (`tied_values`).
 """
 
 LEAST_NORM = 1e-6
@@ -342,7 +342,7 @@ class Verifier(Original):
         if limit < error <= min(near, lane.limits.largest) and not is_usual:
             jump = self.largest_jumps(lane, draw, within=True)[output]
             limit = max(limit, min(lane.limits.allowed(jump), lane.limits.largest))
-        return limit if error <= limit else max(limit, AS_FAR * self.ties.licence(lane, draw, output))
+        return limit if error <= limit else max(limit, self.ties.licence(lane, draw, output, error))
 
     def _usual_error(self, lane: Lane, draw: Draw, output: int) -> float:
         instead = self.yardstick(lane, draw, output)
