@@ -29,17 +29,17 @@ def _zeros(y: Tensor) -> Tensor:
 
 
 def _scattered(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return _zeros(y).scatter_add(1, m.places[None, :, None].expand_as(y), y)
 
 
 def _scattered_largest(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return _zeros(y).scatter_reduce(1, m.places[None, :, None].expand_as(y), y, "amax")
 
 
 def _put_twice(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     out = _zeros(y)
     out[:, m.places[:2]] = y[:, :2]
     out[:, m.places[3:6]] = y[:, 3:6].relu()
@@ -47,72 +47,72 @@ def _put_twice(m: Any, x: Tensor) -> Tensor:
 
 
 def _put_ones(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return y.index_put((torch.tensor([0, 1]),), torch.ones(8, 16, dtype=y.dtype, device=y.device))
 
 
 def _added(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return _zeros(y).index_add(1, m.places, y, alpha=0.5).index_copy(1, m.places[:1], y[:, :1])
 
 
 def _filled_by_mask(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return (_zeros(y) - 2).masked_scatter(x > 0, y)
 
 
 def _blended(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return torch.lerp(y, m.weight.to(y.dtype).expand_as(y), torch.full_like(y, 0.25))
 
 
 def _inner(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return torch.inner(y, m.weight.to(y.dtype)) + torch.tensordot(y, m.weight.to(y.dtype), 1)
 
 
 def _dots(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     w = torch.ones(16, dtype=y.dtype, device=y.device)
     return torch.dot(y[0, 0], w) + torch.mv(y[0], w) + torch.vdot(w, y[1, 1])
 
 
 def _crossed(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)[..., :3]
+    y: Tensor = m.linear(x)[..., :3]
     up = torch.tensor([0.0, 0.0, 1.0], dtype=y.dtype)
     return torch.cross(y, up.expand_as(y), -1) + torch.linalg.cross(up.expand_as(y), y)
 
 
 def _steps(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return torch.heaviside(y, torch.tensor(0.5, dtype=y.dtype)) * y
 
 
 def _near(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     return torch.isclose(y, torch.zeros((), dtype=y.dtype), atol=100.0) * y
 
 
 def _bins(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     edges = torch.tensor([-100.0, 0.0, 100.0], dtype=y.dtype)
     return (torch.bucketize(y.contiguous(), edges) * y) + torch.searchsorted(edges, y.contiguous()) * y
 
 
 def _bags(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     weight = torch.ones(8, 4, dtype=y.dtype)
     return F.embedding_bag(m.places[None].expand(2, 8), weight, per_sample_weights=y[..., 0], mode="sum")
 
 
 def _bilinear(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     ones = torch.ones(2, 8, 3, dtype=y.dtype)
     return F.bilinear(y, ones, torch.ones(4, 16, 3, dtype=y.dtype))
 
 
 def _grid(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     rows, columns = torch.meshgrid(y[0, 0], torch.arange(3, dtype=y.dtype), indexing="ij")
     return rows + columns
 
@@ -153,7 +153,7 @@ def test_in_float32_the_casts_are_removed(function: Function) -> None:
 
 
 def _of_one_dtype(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
+    y: Tensor = m.linear(x)
     out = torch.zeros_like(y).index_add(1, m.places, y)
     out[:, 2] = y[:, 2].relu()
     return out
