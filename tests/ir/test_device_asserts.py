@@ -80,7 +80,7 @@ def test_results_and_what_is_written_are_as_without_it() -> None:
         table, places = torch.randn(4, 3).half(), torch.tensor([1, 1, 3])
         total = torch.zeros(4, 3).half().index_add_(0, places, table[places])
         image, where = F.max_pool2d(torch.randn(1, 1, 4, 4), 2, return_indices=True)
-        return [total, F.max_unpool2d(image, where, [2]), F.one_hot(places, 4), F.embedding(places, table)]
+        return [total, F.max_unpool2d(image, where, (2, 2)), F.one_hot(places, 4), F.embedding(places, table)]
 
     plain = work()
     with AssertsRaised():
@@ -126,8 +126,13 @@ def _on_a_gpu() -> None:
 
     on_gpu = {**CALLS, "one_hot": lambda d: F.one_hot(_places(d), 4)}  # on a CPU it looks itself
     for call in on_gpu.values():
-        for scope in (torch.no_grad, torch.inference_mode):
-            with scope(), AssertsRaised(), pytest.raises((IndexError, RuntimeError), match=r"^(?!CUDA)"):
+        for is_inference in (False, True):
+            with (
+                torch.inference_mode(is_inference),
+                torch.no_grad(),
+                AssertsRaised(),
+                pytest.raises((IndexError, RuntimeError), match=r"^(?!CUDA)"),
+            ):
                 call("cuda")
     torch.cuda.synchronize()
     points = torch.rand(2, 500, 3, device="cuda") * 6 - 3

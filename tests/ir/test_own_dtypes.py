@@ -68,7 +68,8 @@ def _blended(m: Any, x: Tensor) -> Tensor:
 
 def _inner(m: Any, x: Tensor) -> Tensor:
     y: Tensor = m.linear(x)
-    return torch.inner(y, m.weight.to(y.dtype)) + torch.tensordot(y, m.weight.to(y.dtype), 1)
+    out: Tensor = torch.inner(y, m.weight.to(y.dtype)) + torch.tensordot(y, m.weight.to(y.dtype), 1)
+    return out
 
 
 def _dots(m: Any, x: Tensor) -> Tensor:
@@ -80,7 +81,8 @@ def _dots(m: Any, x: Tensor) -> Tensor:
 def _crossed(m: Any, x: Tensor) -> Tensor:
     y: Tensor = m.linear(x)[..., :3]
     up = torch.tensor([0.0, 0.0, 1.0], dtype=y.dtype)
-    return torch.cross(y, up.expand_as(y), -1) + torch.linalg.cross(up.expand_as(y), y)
+    out: Tensor = torch.cross(y, up.expand_as(y), -1) + torch.linalg.cross(up.expand_as(y), y)
+    return out
 
 
 def _steps(m: Any, x: Tensor) -> Tensor:
