@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ampopt.ir.device_asserts import asserts_raised
 from ampopt.ir.graph import aten
 from ampopt.ir.numerics import is_rounded, relative_error, widened
 from ampopt.ir.program import Program
@@ -135,7 +136,8 @@ class _Exact(fx.Interpreter):
 
     def run_on(self, tensors: Sequence[Tensor]) -> Sequence[Any]:
         """The outputs in float64."""
-        with self._program.scope(), torch.set_grad_enabled(self._keep):
+        own = self._program
+        with asserts_raised(own.device), own.scope(), torch.set_grad_enabled(self._keep):
             return self.run(*tensors)  # type: ignore[no-any-return]
 
     def run_node(self, n: fx.Node) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError
+from ampopt.ir.device_asserts import asserts_raised
 from ampopt.ir.lifted_state import Attribute, attributes, kind_of, memory_of, value_at
 from ampopt.ir.model_copy import same_tensor, seed_all, untouched_rng, working_copy
 from ampopt.ir.model_differences import differences
@@ -45,7 +46,7 @@ class Calls:
         """The same, and the copies of the values that the model was given."""
         given = [*map_tensors(copied, values, {})[0]]
         args, kwargs = pytree.tree_unflatten(given, self._spec)
-        with untouched_rng(self.device):
+        with untouched_rng(self.device), asserts_raised(self.device):
             seed_all(seed, self.device)
             tensors, layout = flatten_outputs(model(*args, **kwargs))
         check_unchanged(values, given, "when it is called")

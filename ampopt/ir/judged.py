@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampopt.ir.beside import exact_outputs
+from ampopt.ir.device_asserts import asserts_raised
 from ampopt.ir.numerics import Check, fresh_draw, relative_error
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result
@@ -80,9 +81,11 @@ class OwnJudge:
         return True
 
     def _error(self, program: Program) -> float:
+        with asserts_raised(program.device):
+            found = [program.run(*tensors) for tensors in self.calls]
         errors = [
             relative_error(output, reference)
-            for tensors, references in zip(self.calls, self._references, strict=True)
-            for output, reference in zip(program.run(*tensors), references, strict=True)
+            for outputs, references in zip(found, self._references, strict=True)
+            for output, reference in zip(outputs, references, strict=True)
         ]
         return max((error if error == error else math.inf for error in errors), default=0.0)

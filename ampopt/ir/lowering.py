@@ -38,6 +38,7 @@ from ampopt.ir.graph import (
 )
 from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
+from ampopt.ir.own_dtypes import widen_own
 from ampopt.ir.own_limits import widen_limits
 from ampopt.ir.strided_reads import fix_layouts
 from ampopt.ir.weight_norms import write_out_weight_norms
@@ -336,6 +337,7 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
     fix_layouts(module)
     write_out_weight_norms(module)
     widen_limits(module)
+    widen_own(module)
     note_borders(module)
     own_outputs(module)
     for node in module.graph.nodes:

@@ -19,6 +19,7 @@ from ampopt.ir.graph import copy_of, deciding_node
 from ampopt.ir.own_autocast import own_scope
 from ampopt.ir.program import Program
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.quiet import quiet
 
 
 def record_shapes(program: Program) -> fx.GraphModule:
@@ -111,7 +112,7 @@ def _run_on_real(program: Program, run: Callable[..., object]) -> None:
 
 def _run_on_fakes(program: Program, run: Callable[..., object]) -> None:
     mode = _mode.get() or _Mode()
-    with program.scope(), mode:
+    with quiet(), program.scope(), mode:  # what an operator raises is logged, too
         entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
         run(*map(mode.from_tensor, entered))
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt.errors import first_line
 from ampopt.ir.capture import Captured
+from ampopt.ir.device_asserts import asserts_raised, may_assert
 from ampopt.ir.in_float64 import SCOPES, Scope, copy_in_float64
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32, Lane
@@ -49,6 +50,7 @@ class Original:
         self.captured = captured
         self._model = working_copy(model if captured.lifted is None else captured.lifted.model)
         self.device = captured.program.device
+        self._may_assert = self.device.type == "cuda" and may_assert(captured.program)
         self._exact, self._scope = self._in_float64()
         self._references: dict[str, list[list[Tensor]]] = {}
         self.exact_s = 0.0
@@ -114,9 +116,9 @@ class Original:
     def _reference(self, draw: Draw) -> list[list[Tensor]]:
         exact, state = self._exact, self.captured.initial_state
         if exact is None:
-            return steps_of(draw, lambda *tensors: self.call_original(self._model, tensors), state)
+            return self.steps(lambda *tensors: self.call_original(self._model, tensors), draw)
         wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
-        with self._scope():
+        with self._asserts_raised(), self._scope():
             return steps_of(wide, lambda *tensors: self.call_original(exact, tensors), _widened(state))
 
     def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
@@ -134,8 +136,15 @@ class Original:
             return self.call_original(self._model, tensors)
 
     def steps(self, run: Run, draw: Draw) -> list[list[Tensor]]:
-        """What a function of flat tensors gives for each call of a draw."""
-        return steps_of(draw, run, self.captured.initial_state)
+        """What a function of flat tensors gives for each call of a draw.
+
+        A draw may lead to an index out of range, or the rounding of a lane may: that raises, on a GPU, too.
+        """
+        with self._asserts_raised():
+            return steps_of(draw, run, self.captured.initial_state)
+
+    def _asserts_raised(self) -> contextlib.AbstractContextManager[object]:
+        return asserts_raised(self.device) if self._may_assert else contextlib.nullcontext()
 
     def runs_rounded_anew(
         self,

@@ -275,7 +275,7 @@ class LaneEngines:
         being rehearsed already come first, also those of a graph before its last changes: then another one
         is not worth the time of a compiler. Before them is what has ended, the likely one first.
         """
-        rewritten, sandbox = self.state.graph.program, self._manager.sandbox
+        sandbox = self._manager.sandbox
         kernels = self._fused()
         left_out = {"": list[Pass]()} | ({UNFUSED: kernels} if kernels else {})
         if is_slow(engine) and len(kernels) > 1:
@@ -289,7 +289,7 @@ class LaneEngines:
                 if not is_slow(engine):
                     break
         if not readable:
-            return [Form("", rewritten, is_begun=False, is_made=False, is_likely=True)]
+            return [Form("", self.unfused(), is_begun=False, is_made=False, is_likely=True)]  # says why not
         wanted = UNFUSED if kernels and self.kernels_gain <= MUCH else ""
         likely = wanted if wanted in readable else next(iter(readable))
         begun = self._begun(engine)

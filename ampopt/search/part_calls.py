@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError, first_line
+from ampopt.ir.device_asserts import asserts_raised
 from ampopt.ir.model_copy import device_of, same_tensor, untouched_rng, working_copy
 from ampopt.ir.moments import Moment
 from ampopt.ir.numerics import fresh_draw
@@ -97,7 +98,7 @@ def _watched(
         for leaves in rows:
             called_args, called_kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
             try:
-                with torch.no_grad(), untouched_rng(device):
+                with torch.no_grad(), untouched_rng(device), asserts_raised(device):
                     model(*called_args, **called_kwargs)
             except Exception as error:
                 check_interrupted(error)

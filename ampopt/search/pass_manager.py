@@ -141,7 +141,7 @@ class PassManager(Trials):
         needed = None
         if all(why_not(step, program) is None for step in steps):
             needed = self.judging_s(state, steps[-1]) + sum(self.applying_s(s, program) for s in steps)
-        return self.run(state, name, deadline, work, needed)
+        return self.run(state, name, deadline, work, needed, steps)
 
     def try_in_place(
         self, state: LaneState, step: Pass, later: Sequence[Pass], deadline: float, name: str = ""
@@ -159,7 +159,7 @@ class PassManager(Trials):
             if changed is not None:
                 self.judge(trial, state, Subject(replay(after, changed)), step)
 
-        return self.run(state, name or step.name, deadline, work, self.judging_s(state, step))
+        return self.run(state, name or step.name, deadline, work, self.judging_s(state, step), [step])
 
     def try_recipe(
         self, state: LaneState, name: str, recipe: tuple[Pass, ...], deadline: float, step: Pass | None = None
@@ -202,7 +202,7 @@ class PassManager(Trials):
             all_enable = all(step.enables_others for step in applied)
             self.judge(trial, state, Subject(program), applied[-1] if all_enable else None)
 
-        trial = self.run(state, name, deadline, work)  # each of them is tried by itself later
+        trial = self.run(state, name, deadline, work, of=steps)  # each is tried by itself later
         if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):
             self.ledger.entries += rows
         return trial

@@ -104,10 +104,12 @@ class Trials:
         deadline: float,
         work: Callable[[Trial], None],
         needed_s: float | None = None,
+        of: Sequence[Pass] = (),
     ) -> Trial:
         """Do the work of a trial, which ends it; what fails in it fails alone, and is its row.
 
-        What there is no time left for is not begun; its row says what it needs, if anything is lost by that.
+        `of` are the passes that it tries. What there is no time left for is not begun; its row says what it
+        needs, if anything is lost by that.
         """
         self._progress(state.lane.name, name)
         trial = Trial(Entry(state.lane.name, name, Verdict.NOT_TRIED, ""), deadline)
@@ -126,7 +128,7 @@ class Trials:
             logger.debug("pass %s failed", name, exc_info=True)
             trial.program = None
             self.end(trial, Verdict.FAILED, first_line(error))
-            self._check_device(name)
+            self._check_device(name, of)
         return trial
 
     def leave_out(self, state: LaneState, name: str, reason: str) -> None:
@@ -304,14 +306,15 @@ class Trials:
         if is_best:
             self.lead(state, candidate, entry.name, seconds)
 
-    def _check_device(self, name: str) -> None:
+    def _check_device(self, name: str, of: Sequence[Pass]) -> None:
         """Say so at once where a failed pass has left the CUDA context unusable."""
         try:
             synchronize(self.captured.device)
         except Exception as error:
+            without = argument("exclude", [step.name for step in of] or ["…"])
             raise AmpoptError(
-                f"pass {name} has broken this process's CUDA context: start again with "
-                f"{argument('exclude', [name])}"
+                f"{name} has broken this process's CUDA context ({first_line(error)}): leave out what does "
+                f"with {without}, in a new process"
             ) from error
 
     def end(self, trial: Trial, verdict: Verdict, reason: str) -> None:

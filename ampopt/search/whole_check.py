@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError, first_line
+from ampopt.ir.device_asserts import asserts_raised
 from ampopt.ir.in_float64 import SCOPES, copy_in_float64
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
@@ -167,7 +168,8 @@ class WholeCheck:
         original, found = working_copy(self.original), list[tuple[Sequence[Any], Any]]()
         for leaves in self._rows():
             try:
-                found.append((leaves, kept(self.call(original, leaves))))
+                with asserts_raised(self.device):
+                    found.append((leaves, kept(self.call(original, leaves))))
             except Exception as error:
                 check_interrupted(error)
                 if not found:
@@ -184,7 +186,7 @@ class WholeCheck:
                 model = copy_in_float64(self.original)
                 for leaves, _ in self._expected:
                     given = map_tensors(_in(torch.float32, torch.float64), leaves, {})[0]
-                    with scope():
+                    with asserts_raised(self.device), scope():
                         result = self.call(model, given)
                     found.append(
                         kept(pytree.tree_map_only(Tensor, _in(torch.float64, torch.float32), result))
@@ -216,7 +218,9 @@ class WholeCheck:
                     roundings = roundings_of_sums(FP32.dtype, seed)
                     tensor.copy_(rounded_anew(tensor, FP32.dtype, generator, roundings))
             for place, (leaves, expected) in enumerate(self._expected):
-                error = self._distance(expected, self.call(moved, leaves)).error
+                with asserts_raised(self.device):
+                    result = self.call(moved, leaves)
+                error = self._distance(expected, result).error
                 worst[place] = max(worst[place], error)
         return worst
 

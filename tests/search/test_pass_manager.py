@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.errors import PassError
+from ampopt.errors import AmpoptError, PassError
 from ampopt.ir.graph import aten
 from ampopt.ir.lanes import FP32
 from ampopt.ir.pipeline import Pipeline
@@ -82,6 +82,19 @@ def test_a_pass_that_raises_is_a_failed_row_and_the_run_goes_on(
     first, second = bench.rewrite(broken, GOOD)
     assert (first.verdict, first.reason) == (Verdict.FAILED, "ZeroDivisionError: no luck")
     assert second.verdict is Verdict.KEPT
+
+
+def test_where_a_pass_leaves_the_device_unusable_the_error_names_passes_to_exclude(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    def synchronize(*_: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    bench = Bench(monkeypatch, net, X, cost=FASTER)
+    monkeypatch.setattr("ampopt.search.trials.synchronize", synchronize)
+    monkeypatch.setattr(bench.manager, "judge", synchronize)
+    with pytest.raises(AmpoptError, match=r"the opening has broken .*assert triggered.*'good'.*'better'"):
+        bench.manager.try_together(bench.state, "the opening", [GOOD, Planted("better")], bench.deadline)
 
 
 @dataclasses.dataclass(frozen=True)
