@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -18,6 +19,7 @@ from ampopt.engines.graph_capture import INSTANCES, REFUSALS, by_speed, capture_
 from ampopt.engines.graph_pointers import Operands, ReadyGraph
 from ampopt.engines.quick_call import MOST_OUTPUTS, Answer, Quick, bind, plain
 from ampopt.errors import first_line
+from ampopt.ir.device_asserts import asserts_raised, may_assert
 from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Program
@@ -209,8 +211,8 @@ class CapturedGraph:
         expected = [output.clone() for output in self._outputs]
         examples = [tensor.clone() for tensor in self._inputs]
         try:
-            for tensor in self._inputs:
-                _spoil(tensor)
+            for tensor, other in zip(self._inputs, self._other_values(), strict=True):
+                tensor.copy_(other)
             reason = self._why_outputs_stay(expected) or self._why_not_moved(expected, examples)
             if reason is not None:
                 self._capture_into_buffers()
@@ -224,6 +226,21 @@ class CapturedGraph:
         logger.info("ampopt: inputs and outputs of a CUDA graph are copied in every call: %s", reason)
         self._graph, self._outputs = capture_program(self._program, self._body, warm_ups=0)
         return False
+
+    def _other_values(self) -> list[Tensor]:
+        """Values for the inputs that are not the examples': NaN, or 0 in dtypes that have none.
+
+        Where they may lead to an index out of range, which would end the CUDA context, the first that do not.
+        Raises RuntimeError if there are none.
+        """
+        if not may_assert(self._program):
+            return [_spoilt(tensor) for tensor in self._inputs]
+        plain = self._program.replace(engine=None)
+        for way in (_spoilt, torch.zeros_like, lambda tensor: tensor.flip([*range(tensor.dim())])):
+            with contextlib.suppress(Exception), asserts_raised(self._program.device):
+                plain.run(*[way(tensor) for tensor in self._inputs])
+                return [way(tensor) for tensor in self._inputs]
+        raise RuntimeError("it cannot be called with other values, which lead to an index out of range")
 
     def _why_not_moved(self, expected: Sequence[Tensor], examples: Sequence[Tensor]) -> str | None:
         """Launch on other memory, while the graph's own inputs are spoiled; why that is not right, if so.
@@ -291,9 +308,9 @@ def _copied(tensor: Tensor, buffer: Tensor) -> int:
     return buffer.data_ptr()
 
 
-def _spoil(tensor: Tensor) -> Tensor:
-    """Fill a tensor with NaN, or with 0 where its dtype has none, which is a valid index."""
-    return tensor.fill_(float("nan") if _has_nan(tensor) else 0)
+def _spoilt(tensor: Tensor) -> Tensor:
+    """A tensor that is full of NaN, or of 0 where its dtype has none, which is a valid index."""
+    return torch.full_like(tensor, float("nan") if _has_nan(tensor) else 0)
 
 
 def _unlike(tensor: Tensor) -> Tensor:
