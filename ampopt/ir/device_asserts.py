@@ -8,6 +8,7 @@ scaled, or have a fault in them may lead there: NaN as an integer is the smalles
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ _OF_CLASSES = frozenset(
 _OF_NUMBERS = frozenset({"binary_cross_entropy", "_assert_async"})
 """Operators whose kernels assert what all of their numbers are."""
 
+_ASSERTING = _INDEXED | _OF_CLASSES | _OF_NUMBERS
+
 
 class AssertsRaised(TorchDispatchMode):
     """A mode in which PyTorch's kernels for a CPU, which check, run before those that assert.
@@ -51,10 +54,11 @@ class AssertsRaised(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operator. Raises what PyTorch raises on a CPU."""
         kwargs = kwargs or {}
-        with self:  # in inference mode an operator that is made of others arrives as one
-            if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
-                return result
-        if _name(func) in _INDEXED | _OF_CLASSES | _OF_NUMBERS:
+        if torch.is_inference_mode_enabled():  # an operator that is made of others arrives as one
+            with self:
+                if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return result
+        if _name(func) in _ASSERTING:
             self.first(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -66,6 +70,7 @@ class AssertsRaised(TorchDispatchMode):
             func(*own_args, **own_kwargs)
 
 
+@functools.cache
 def _name(operator: object) -> str:
     """The name of one of PyTorch's operators without the mark of what works in place; nothing of others."""
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
