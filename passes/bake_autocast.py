@@ -19,7 +19,8 @@ class BakeAutocast(Pass):
     weights are stored in it, model inputs that are only read in it, or given in it, enter in it, and a
     result is cast once for all its readers.
     Requires: a program of an AMP lane that still runs under autocast.
-    Declines: other programs. Recurrent layers, parts that the model excludes from autocast
+    Declines: other programs. Recurrent layers, operators made of others whose result dtypes no casts of their
+    inputs give (on a CPU, recurrent cells), parts that the model excludes from autocast
     (`torch.autocast(..., enabled=False)`), and on a CPU the convolutions that PyTorch computes wrongly below
     FP32 (`ampopt.ir.narrow_convs`, whose results are cast) stay in FP32, or in their weights' dtype; the
     graph's own casts do not change.

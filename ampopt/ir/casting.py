@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, constant, is_constant
+from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, arguments, aten, constant, is_constant
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_scope
@@ -155,8 +156,7 @@ class _AutocastRun(_Run):
 
     def decide_and_call(self, node: fx.Node) -> Any:
         if stays_in_fp32(node):
-            with autocast_scope(self._device, None):
-                return self.call_with(node, self.casts_to(node, own_dtype(self._graph, node)))
+            return self._in_own_dtype(node)
         with _CastRecorder() as recorder:
             result = super().decide_and_call(node)
         is_low = isinstance(result, Tensor) and result.dtype is self._low
@@ -168,8 +168,33 @@ class _AutocastRun(_Run):
                 wanted[source] = found[0]
         if not wanted and is_low and any(dtype is self._low for _, dtype in recorder.casts):
             wanted = self.casts_to(node, self._low)
+        if wanted and node.target not in _PRODUCTS and not self._gives(node, wanted, result):
+            return self._in_own_dtype(node)
         self.decisions[node] = wanted
         return result
+
+    def _in_own_dtype(self, node: fx.Node) -> Any:
+        with autocast_scope(self._device, None):
+            return self.call_with(node, self.casts_to(node, own_dtype(self._graph, node)))
+
+    def _gives(self, node: fx.Node, wanted: dict[fx.Node, torch.dtype], result: Any) -> bool:
+        """Whether casts of a call's inputs alone give results of these dtypes, or its `dtype` argument can.
+
+        They do not where an operator made of others uses an input as it is and as autocast casts it, as a
+        recurrent cell its state.
+        """
+        if not isinstance(node.target, torch._ops.OpOverload) or "dtype" in arguments(node):
+            return True
+        try:
+            with autocast_scope(self._device, None):
+                found = self.call_with(node, wanted)
+        except RuntimeError:  # it takes no inputs of different dtypes
+            return False
+        return [*map(_dtype_of, tree_leaves(found))] == [*map(_dtype_of, tree_leaves(result))]
+
+
+def _dtype_of(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, Tensor) else None
 
 
 class _PolicyRun(_Run):

@@ -30,7 +30,7 @@ _OF_ONE_DTYPE: dict[object, tuple[str, ...]] = {
     aten.bucketize.Tensor: ("self", "boundaries"),
     aten.histogram.bins_tensor: ("self", "bins"),
     **dict.fromkeys((aten.meshgrid.default, aten.meshgrid.indexing), ("tensors",)),
-    aten.cartesian_prod.default: ("tensors",),
+    **dict.fromkeys((aten.cartesian_prod.default, aten.linalg_multi_dot.default), ("tensors",)),
     aten.complex.default: ("real", "imag"),
     aten.polar.default: ("abs", "angle"),
     **dict.fromkeys(

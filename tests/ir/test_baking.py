@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ampopt.ir.baking import Kept, bake
 from ampopt.ir.graph import aten, calls
-from tests.helpers import BF16, FP16, dtypes_of, program_of
+from ampopt.ir.numerics import relative_error
+from tests.helpers import BF16, FP16, Model, dtypes_of, program_of
 
 X = torch.randn(2, 3, 8, 8)
 
@@ -51,3 +55,44 @@ def test_the_program_that_is_baked_keeps_no_marks() -> None:
     assert {dtypes_of(again)[node.name] for node in calls(again.graph, [aten.conv2d.default])} == {
         torch.float16
     }
+
+
+def _cell(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x)
+    state = torch.zeros(2, 8, dtype=y.dtype)
+    for step in y.unbind(1):
+        state = m.cell(step, state)
+    return state
+
+
+def _long_cell(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x)[:, 0]
+    out, state = m.cell(y, (x[:, 1], x[:, 2]))
+    return torch.cat([out, state])
+
+
+def _quantiles(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x).float()
+    return torch.quantile(y, torch.tensor([0.1, 0.9]), dim=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "cell", "name"),
+    [
+        (_cell, nn.GRUCell, "gru_cell"),
+        (_long_cell, nn.LSTMCell, "getitem"),
+        (_quantiles, nn.RNNCell, "quantile"),
+    ],
+)
+def test_an_operator_whose_dtypes_no_casts_of_its_inputs_give_stays_in_float32(
+    function: Callable[..., Tensor], cell: Callable[[int, int], nn.Module], name: str
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Model(function, linear=nn.Linear(8, 8), cell=cell(8, 8)).eval()
+        x = torch.randn(2, 4, 8)
+    baked, _ = bake(program_of(model, x, lane=BF16), "amp")
+    found = dtypes_of(baked)
+    assert (found["linear"], found[name]) == (torch.bfloat16, torch.float32)
+    with torch.no_grad():
+        assert relative_error(baked.run(x)[0], model(x)) < 0.01

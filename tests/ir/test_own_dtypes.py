@@ -85,6 +85,12 @@ def _crossed(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _chained(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.linear(x)
+    out: Tensor = torch.linalg.multi_dot([y[0], torch.eye(16, dtype=y.dtype), y[1].T])
+    return out
+
+
 def _steps(m: Any, x: Tensor) -> Tensor:
     y: Tensor = m.linear(x)
     return torch.heaviside(y, torch.tensor(0.5, dtype=y.dtype)) * y
@@ -121,7 +127,7 @@ def _grid(m: Any, x: Tensor) -> Tensor:
 
 MODELS: tuple[Function, ...] = (
     *(_scattered, _scattered_largest, _put_twice, _put_ones, _added, _filled_by_mask, _blended, _inner),
-    *(_dots, _crossed, _steps, _near, _bins, _bags, _bilinear, _grid),
+    *(_dots, _crossed, _chained, _steps, _near, _bins, _bags, _bilinear, _grid),
 )
 
 
