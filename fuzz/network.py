@@ -107,7 +107,7 @@ class Network(nn.Module):
 def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every accelerator, too
         yield
 
 

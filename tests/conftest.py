@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -25,6 +26,7 @@ os.environ["AMPOPT_CACHE"] = ""
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from ampopt.system.cache_folder import cache_folder  # noqa: E402
 from tests.engine_fixtures import all_kept, fast, few_samples, model, quick, through_dynamo  # noqa: E402, F401
 
 
@@ -60,7 +62,22 @@ def _leave_imports_out_of_collections() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """The same random draws in every test, whatever ran before it in the same process."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats a traceback for each accelerator: 1 ms
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _code_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile our C++ once for all workers where a test has no cache: it takes seconds, and tunes nothing.
+
+    A library's name is a hash of all that it depends on.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    shared = (folder if WORKERS == 1 else folder.parent) / "compiled"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ampopt.system.native.cache_folder", lambda: cache_folder() or shared)
+        yield
 
 
 @pytest.fixture(scope="session")

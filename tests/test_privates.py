@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,10 +23,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(nodes: Sequence[ast.AST]) -> set[str]:
     """The private names that a module gives to functions, classes, variables, and attributes of objects."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -36,9 +36,9 @@ def defined(tree: ast.AST) -> set[str]:
     return set(filter(is_private, found)) - TORCHS
 
 
-def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def uses(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and name of every attribute that is read or set, by `getattr` and the like too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr") and len(node.args) > 1:
@@ -53,13 +53,13 @@ def intrusions(sources: Mapping[str, str]) -> dict[str, dict[str, int]]:
     A name is another's where another file defines it and this one does not. So `torch._C` is none, for no
     file of ampopt defines it; a subclass's use of what its base class keeps to itself in another file is.
     """
-    trees = {path: ast.parse(source) for path, source in sources.items()}
-    privates = {path: defined(tree) for path, tree in trees.items()}
+    modules = {path: list(ast.walk(ast.parse(source))) for path, source in sources.items()}
+    privates = {path: defined(nodes) for path, nodes in modules.items()}
     found: dict[str, dict[str, int]] = {}
-    for path, tree in trees.items():
+    for path, nodes in modules.items():
         others = set().union(*(names for each, names in privates.items() if each != path)) - privates[path]
-        used = {name: line for line, name in uses(tree) if name in others}
-        for node in ast.walk(tree):
+        used = {name: line for line, name in uses(nodes) if name in others}
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ampopt":
                 used |= {each.name: node.lineno for each in node.names if is_private(each.name)}
         if used:

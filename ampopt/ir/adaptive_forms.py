@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ampopt.errors import ExportError
 from ampopt.ir.deciding_forms import Call
@@ -50,6 +49,8 @@ def maxima_of_windows(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 def _pooled(x: Tensor, counts: Sequence[int]) -> list[tuple[int, int]]:
     """The dimensions, from the last, which get another size, and that size."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes a second to load
+
     dims = enumerate(counts, start=-len(counts))
     return [(dim, count) for dim, count in dims if not statically_known_true(x.shape[dim] == count)]
 

@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(model, place / "model.pt")
     np.savez(place / "inputs.npz", x.numpy())
     (place / "model.onnx").write_bytes(exported(model, (x,)))
-    fast = ampopt.optimize(model, x, precision="fp32", budget_s=5, exclude=["compile"], progress=False)
-    fast.save(place / BUNDLE)
+    fast = ampopt.optimize(model, x, precision="fp32", budget_s=1, exclude=["compile"], progress=False)
+    fast.save(place / BUNDLE, tune_s=0.5)
     return place
 
 

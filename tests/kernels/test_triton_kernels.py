@@ -135,10 +135,10 @@ CASES: dict[str, Case] = {
     "depthwise slice": Case(DEPTHWISE, (1, 8, 4, 4), 8, (3, 3), groups=8, before=3, after=2),
     "depthwise in float16": Case(DEPTHWISE, (1, 8, 4, 4), 8, (3, 3), groups=8, dtype=torch.float16),
     "depthwise, a row of many taps at a time": Case(
-        DEPTHWISE, (2, 12, 8, 9), 12, (7, 5), (2, 1), (3, 2), (1, 2), groups=12, act1="silu"
+        DEPTHWISE, (2, 12, 3, 3), 12, (7, 5), (2, 1), (3, 4), (1, 2), groups=12, act1="silu"
     ),
     "depthwise, a row at a time, in float16": Case(
-        DEPTHWISE, (1, 8, 7, 7), 8, (9, 9), padding=(4, 4), groups=8, add=True, dtype=torch.float16
+        DEPTHWISE, (1, 8, 3, 4), 8, (9, 9), padding=(4, 4), groups=8, add=True, dtype=torch.float16
     ),
     "depthwise by the dense kernel": Case(input=(1, 4, 3, 3), outs=4, taps=(2, 2), groups=4),
     "vector": Case(VECTOR, (3, 70, 1, 1), 20, act1="sigmoid"),

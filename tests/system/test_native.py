@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ampopt.system import native
-from ampopt.system.cache_folder import clear
+from ampopt.system.cache_folder import cache_folder, clear
 from ampopt.system.native import CompilerError, library
 from tests.support.compiler import needs_compiler
 
@@ -104,8 +104,11 @@ def test_clearing_the_cache_while_it_is_compiled_does_no_harm(
 
 @needs_compiler
 def test_without_a_cache_it_is_this_process_s_own(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cache_folder", cache_folder)  # tests share a folder
     monkeypatch.setenv("AMPOPT_CACHE", "")
-    assert answer(library("sample.cpp", "ANSWER=4")) == 4
+    path = library("sample.cpp", "ANSWER=4")
+    assert answer(path) == 4
+    assert path.parent.name.startswith("ampopt-")
 
 
 @needs_compiler
