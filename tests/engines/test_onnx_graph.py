@@ -24,15 +24,15 @@ def test_the_exporter_keeps_nothing_of_what_it_has_exported(tmp_path: Path) -> N
     assert [each for each in gc.get_objects() if type(each).__name__ == "TorchTensor"] == []
 
 
-@pytest.mark.parametrize("name", ["arange", "view", "index_select", "neg", "val_0", "num_bag"])
-def test_a_weight_may_have_the_name_of_a_value(name: str, tmp_path: Path) -> None:
+def test_a_weight_may_have_the_name_of_a_value(tmp_path: Path) -> None:
     """`EmbeddingBag` is made of operators that the exporter folds, and of a function that has its names."""
+    names = ("arange", "view", "index_select", "neg", "val_0", "num_bag")
 
-    def forward(m: Any, i: Tensor) -> tuple[Tensor, Tensor]:
-        return m.bag(i), i + getattr(m, name)
+    def forward(m: Any, i: Tensor) -> tuple[Tensor, ...]:
+        return m.bag(i), *(i + getattr(m, name) for name in names)
 
-    bag = nn.EmbeddingBag(9, 4, mode="max")
-    model, i = Model(forward, bag=bag, **{name: torch.arange(5)}).eval(), torch.tensor([[1, 3, 8, 0, 2]])
+    bag, weights = nn.EmbeddingBag(9, 4, mode="max"), {name: torch.arange(5) + len(name) for name in names}
+    model, i = Model(forward, bag=bag, **weights).eval(), torch.tensor([[1, 3, 8, 0, 2]])
     export(model, tmp_path / "model.onnx", i)
     with torch.no_grad():
         for one, other in zip(run(tmp_path / "model.onnx", i), model(i), strict=True):
@@ -119,7 +119,7 @@ def unpooling() -> nn.Module:
 def test_unpooling_with_indices_is_exported(precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = tmp_path / "m.onnx"
-    report = export(with_statistics(unpooling()), path, IMAGE, precision=precision)
+    report = export(with_statistics(unpooling()), path, IMAGE[:, :, :16, :24], precision=precision)
     assert report.verified
     assert not [n for n in onnx.load(path).graph.node if n.op_type == "BatchNormalization"]
 

@@ -19,7 +19,7 @@ from tests.helpers import Model, eager_of, program_of
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-STEPS, BATCH, FEATURES = 4, 2, 3
+STEPS, BATCH, FEATURES = 3, 2, 4
 KINDS: dict[str, Callable[..., nn.Module]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 
 

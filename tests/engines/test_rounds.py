@@ -57,7 +57,7 @@ class Prepared(Loop):
 
     def __init__(self) -> None:
         super().__init__(8)
-        self.before = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(60))
+        self.before = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(44))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         for conv in self.before:

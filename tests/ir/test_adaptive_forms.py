@@ -26,16 +26,16 @@ SIZES = ((16, 24), (9, 13), (17, 40), (12, 12), (2, 7), (1, 1))
 POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "means": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
     "maxima": lambda x: F.adaptive_max_pool2d(x, (3, 2)),
-    "means of tiles": lambda x: F.adaptive_avg_pool2d(x, 4),
+    "means of tiles": lambda x: F.adaptive_avg_pool2d(x, (None, 4)),
     "maxima of tiles": lambda x: F.adaptive_max_pool2d(x, (4, 1)),
     "means of a row": lambda x: F.adaptive_avg_pool1d(x.flatten(2), 5),
     "maxima of a row": lambda x: F.adaptive_max_pool1d(x.flatten(2), 5),
-    "means of a volume": lambda x: F.adaptive_avg_pool3d(x[None], (2, 3, 5)),
-    "maxima of a volume": lambda x: F.adaptive_max_pool3d(x[None], (2, 3, 5)),
+    "means of a volume": lambda x: F.adaptive_avg_pool3d(x[None], (2, None, 5)),
+    "maxima of a volume": lambda x: F.adaptive_max_pool3d(x[None], (2, 3, None)),
     "one row of means": lambda x: F.adaptive_avg_pool2d(x, (1, None)),
-    "half as many means": lambda x: F.adaptive_avg_pool2d(x, (x.shape[2] // 2 + 1, 3)),
-    "more means than pixels": lambda x: F.adaptive_avg_pool2d(x, (20, 30)),
-    "means of an image": lambda x: F.adaptive_avg_pool2d(x[0], (3, 2)),
+    "half as many means": lambda x: F.adaptive_avg_pool2d(x, (x.shape[2] // 2 + 1, None)),
+    "more means than pixels": lambda x: F.adaptive_avg_pool2d(x, (None, 30)),
+    "means of an image": lambda x: F.adaptive_avg_pool2d(x[0], (3, None)),
     "all pixels": lambda x: F.adaptive_avg_pool2d(x, 1),
     "the largest pixel": lambda x: F.adaptive_max_pool2d(x, 1),
 }
@@ -43,7 +43,9 @@ POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_windows_are_pytorchs_at_every_size(dtype: torch.dtype, tmp_path: Path) -> None:
-    poolings = POOLINGS if dtype is torch.float32 else dict([*POOLINGS.items()][:4])
+    poolings = POOLINGS
+    if dtype is torch.float16:  # the form of a kind is the same for any number of windows
+        poolings = {name: POOLINGS[name] for name in ("means", "maxima of tiles")}
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(pooling(x) for pooling in poolings.values())

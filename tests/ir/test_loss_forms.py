@@ -52,11 +52,15 @@ def _losses(reduction: str, weight: Tensor | None, smoothing: float) -> dict[str
     return {**probabilities, **(classes if smoothing else {})}
 
 
+KINDS = (
+    *(("mean", weight, smoothing) for weight in (None, WEIGHT) for smoothing in (0.0, 0.2)),
+    *(("sum", WEIGHT, 0.2), ("none", WEIGHT, 0.2)),
+)
+"""A weight and smoothed labels change what is reduced; beyond that, a weight changes means alone."""
+
 FUNCTIONS: dict[str, Function] = {
     f"{name}, {reduction}, {smoothing}, {'plain' if weight is None else 'weighted'}": function
-    for reduction in ("mean", "sum", "none")
-    for weight in (None, WEIGHT)
-    for smoothing in (0.0, 0.2)
+    for reduction, weight, smoothing in KINDS
     for name, function in _losses(reduction, weight, smoothing).items()
 }
 

@@ -21,14 +21,16 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 
-STEPS, BATCH, FEATURES, HIDDEN, KEPT = 3, 3, 4, 6, 2
+STEPS, BATCH, FEATURES, HIDDEN, KEPT = 2, 3, 5, 6, 4
 
-LAYERS: dict[str, dict[str, Any]] = {
+WITHOUT_STATES: dict[str, dict[str, Any]] = {
     "one": {},
     "one without biases": {"bias": False},
-    "one of batches": {"batch_first": True},
-    "one in both directions": {"bidirectional": True},
+    "one in both directions, of batches": {"bidirectional": True, "batch_first": True},
     "two": {"num_layers": 2},
+}
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "one, with states": {},
     "two in both directions, of batches": {"num_layers": 2, "bidirectional": True, "batch_first": True},
     "two in both directions without biases": {"num_layers": 2, "bidirectional": True, "bias": False},
 }
@@ -80,12 +82,12 @@ def _check(path: Path, model: nn.Module, inputs: tuple[Tensor, ...], cases: Iter
 
 
 def test_a_file_has_every_output(tmp_path: Path) -> None:
-    """One file has all layers, with and without first states, each of which has inputs of its own."""
+    """One file has all layers, each of which has inputs of its own."""
     cases = dict[str, Case]()
-    for name, options in LAYERS.items():
-        layer = _layer(**options)
-        cases[name] = layer, _inputs(layer, with_states=False)
-        cases[f"{name}, with states"] = layer, _inputs(layer, with_states=True)
+    for with_states, layers in ((False, WITHOUT_STATES), (True, WITH_STATES)):
+        for name, options in layers.items():
+            layer = _layer(**options)
+            cases[name] = layer, _inputs(layer, with_states)
     for layer in (_layer(), _layer(bidirectional=True)):
         x = torch.randn(1, BATCH, FEATURES)
         cases[f"one step, {layer}"] = layer, (x, *_states(layer))
@@ -97,14 +99,14 @@ def test_a_file_has_every_output(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_amp_lane(tmp_path: Path) -> None:
-    layer = _layer(**LAYERS["two in both directions, of batches"])
-    model, inputs = _beside([(layer, _inputs(layer, with_states)) for with_states in (False, True)])
+    two, both = _layer(num_layers=2), _layer(bidirectional=True, batch_first=True)
+    model, inputs = _beside([(two, _inputs(two, with_states=False)), (both, _inputs(both, with_states=True))])
     fast = lane_module(model, *inputs, lane=BF16)
     assert fast.export_onnx(tmp_path / "m.onnx").verified
 
 
 def test_a_file_takes_other_batches(tmp_path: Path) -> None:
-    layer, path = _layer(**LAYERS["two in both directions, of batches"]), tmp_path / "m.onnx"
+    layer, path = _layer(bidirectional=True, batch_first=True), tmp_path / "m.onnx"
     dynamic = {f"inputs_{place}": {dim: "batch"} for place, dim in enumerate((0, 1, 1))}
     model, inputs = _beside([(layer, _inputs(layer, with_states=True))])
     export(model, path, *inputs, dynamic=dynamic)
@@ -134,11 +136,22 @@ CELLS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_cells_are_as_they_were(name: str, tmp_path: Path) -> None:
+def test_cells_are_as_they_were(tmp_path: Path) -> None:
+    """Side by side in one file, each of an input of its own."""
     torch.manual_seed(0)
-    model = Model(lambda m, x: m.c(x) if name == "LSTMCell" else (m.c(x), m.c(x, m.c(x))), c=CELLS[name]())
-    x, path = torch.randn(BATCH, FEATURES), tmp_path / "m.onnx"
-    export(model, path, x)
-    for found, expected in zip(run(path, x), model(x), strict=True):
-        torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-6)
+    cells, path = nn.ModuleDict({name: make() for name, make in CELLS.items()}), tmp_path / "m.onnx"
+
+    def forward(m: Any, *inputs: Tensor) -> list[Tensor]:
+        results = list[Tensor]()
+        for (name, cell), x in zip(m.cells.items(), inputs, strict=True):
+            first = cell(x)
+            results += first if name == "LSTMCell" else (first, cell(x, first))
+        return results
+
+    model, inputs = Model(forward, cells=cells), [torch.randn(BATCH, FEATURES) for _ in cells]
+    export(model, path, *inputs)
+    names = [name for name in CELLS for _ in range(2)]
+    for name, found, expected in zip(names, run(path, *inputs), model(*inputs), strict=True):
+        torch.testing.assert_close(
+            torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-6, msg=f"{name}: {{}}".format
+        )

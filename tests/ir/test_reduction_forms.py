@@ -74,12 +74,29 @@ OF_INTEGERS: Functions = {
     "sum in booleans": lambda i: i.sum(dtype=torch.bool),
     "product in booleans": lambda i: i.prod(1, dtype=torch.bool),
     **{f"sum in {kind}": _typed(torch.sum, kind) for kind in SHORT},
-    **{f"sums in {kind}": _typed(torch.sum, kind, (0, 2), True) for kind in SHORT},
-    **{f"product in {kind}": _typed(torch.prod, kind) for kind in SHORT},
-    **{f"products in {kind}": _typed(torch.prod, kind, 1, True) for kind in SHORT},
-    **{f"running sum in {kind}": _typed(torch.cumsum, kind, 1) for kind in SHORT},
-    **{f"running product in {kind}": _typed(torch.cumprod, kind, 2) for kind in SHORT},
 }
+
+
+def _totals(kind: torch.dtype) -> Functions:
+    """Totals in a short kind, which are those of 64 bits whatever they are of."""
+    return {
+        f"sums in {kind}": _typed(torch.sum, kind, (0, 2), True),
+        f"product in {kind}": _typed(torch.prod, kind),
+        f"products in {kind}": _typed(torch.prod, kind, 1, True),
+        f"running sum in {kind}": _typed(torch.cumsum, kind, 1),
+        f"running product in {kind}": _typed(torch.cumprod, kind, 2),
+    }
+
+
+TOTALS: dict[torch.dtype, Functions] = {
+    torch.bool: _totals(torch.int8),
+    torch.uint8: _totals(torch.int16),
+    torch.int8: _totals(torch.uint8),
+    torch.int16: _totals(torch.int8),
+    torch.int32: _totals(torch.uint8),
+    torch.int64: {name: total for kind in SHORT for name, total in _totals(kind).items()},
+}
+"""Totals of each dtype: of the widest one in every short kind."""
 
 INTEGERS = torch.randint(-1000, 1000, (2, 3, 5), generator=torch.Generator().manual_seed(0))
 
@@ -130,16 +147,15 @@ def test_reductions_of_numbers_are_eager_s(
         )
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-)
+@pytest.mark.parametrize("dtype", TOTALS)
 def test_reductions_of_integers_are_eager_s_and_go_around(dtype: torch.dtype) -> None:
     x = INTEGERS.to(dtype)
-    done = _runs(OF_INTEGERS, x)
+    functions = OF_INTEGERS | TOTALS[dtype]
+    done = _runs(functions, x)
     ends = () if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     for given in (x, torch.zeros_like(x), *(torch.full_like(x, end) for end in ends)):
         for name, got in done(given).items():
-            wanted = OF_INTEGERS[name](given)
+            wanted = functions[name](given)
             torch.testing.assert_close(got, wanted, rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
@@ -156,8 +172,9 @@ def test_a_total_of_numbers_in_short_integers_is_of_what_they_are_cut_to() -> No
 
 def test_an_exported_file_has_them(tmp_path: Path) -> None:
     """Of short integers those of one kind; a runtime has the others, too."""
-    of_integers = {n: f for n, f in OF_INTEGERS.items() if not n.endswith(("torch.uint8", "torch.int16"))}
-    assert len(of_integers) == len(OF_INTEGERS) - 12
+    others = {"sum in torch.uint8", "sum in torch.int16"}
+    of_integers = {n: f for n, f in OF_INTEGERS.items() if n not in others} | _totals(torch.int8)
+    assert len(of_integers) == len(OF_INTEGERS) - 2 + 5
     for x, functions in ((X, OF_NUMBERS), (INTEGERS, of_integers)):
         path = tmp_path / f"{x.dtype}.onnx"
         export(_all_of(functions), path, x)
@@ -166,7 +183,8 @@ def test_an_exported_file_has_them(tmp_path: Path) -> None:
 
 
 def test_every_form_is_used_by_one_of_these() -> None:
-    graphs = [program_of(_all_of(each), x).graph for each, x in ((OF_NUMBERS, X), (OF_INTEGERS, INTEGERS))]
+    of_integers = OF_INTEGERS | TOTALS[torch.int64]
+    graphs = [program_of(_all_of(each), x).graph for each, x in ((OF_NUMBERS, X), (of_integers, INTEGERS))]
     assert {node.target for graph in graphs for node in calls(graph, FORMS)} == FORMS.keys()
 
 

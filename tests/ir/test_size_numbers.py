@@ -68,8 +68,7 @@ NUMBERS: dict[str, Function] = {
 }
 
 LISTS: dict[str, Function] = {
-    "rolled": lambda x, h, w: torch.roll(x, w // 2, 3),
-    "rolled back": lambda x, h, w: torch.roll(x, (h // 2, -(w // 3)), (2, -1)),
+    "rolled, one back": lambda x, h, w: torch.roll(x, (h // 2, -(w // 3)), (2, -1)),
     "rolled by a number and a size": lambda x, h, w: torch.roll(x, (1, -h), (1, 3)),
     "rolled as one row": lambda x, h, w: torch.roll(x, w // 2),
     "repeated": lambda x, h, w: x.mean(3).repeat_interleave(w, 1),
