@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_random_inputs_with_equal_values_are_no_licence() -> None:
 def test_a_bundle_of_what_other_orders_make_singular_is_saved(tmp_path: Path) -> None:
     """The affine map of the three best places: of an image of one colour, they may lie on a line."""
 
-    def affine(m: Model, x: Tensor) -> Tensor:
+    def affine(m: Any, x: Tensor) -> Any:
         places = m.scores(x).relu().flatten(1).topk(3).indices
         rows = torch.stack([places // 12, places % 12, torch.ones_like(places)], -1)
         return torch.linalg.inv(rows.float())

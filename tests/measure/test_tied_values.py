@@ -115,7 +115,7 @@ def test_a_run_that_raises_an_error_explains_nothing_and_shows_an_order() -> Non
     zeros = torch.zeros(3, 8)
     own = zeros.topk(5).indices
 
-    def inverse(x: Tensor) -> Tensor:
+    def inverse(x: Tensor) -> Any:
         is_own = (x.topk(5).indices == own) | (x.amax() != x.amin())
         return torch.linalg.inv(torch.diag_embed(is_own.double()))
 
