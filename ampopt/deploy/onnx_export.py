@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled, one_more
 from ampopt.deploy.onnx_files import append_metadata, data_path, sha256_of, write_model
@@ -27,7 +27,9 @@ from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.matrix_forms import in_float64
 from ampopt.ir.model_hash import model_hash
+from ampopt.ir.program import Program
 from ampopt.ir.resize_forms import of_one_size
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.size_range import Sizes, between, corners, shown
 from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Pass
@@ -227,7 +229,7 @@ def export_onnx(
         notes=(
             *check.notes,
             *_of_openvino(target, otherwise),
-            *_of_float64(target, program.graph),
+            *_of_float64(target, program),
             *_how_to_keep(captured, inputs),
         ),
         seconds=time.perf_counter() - started,
@@ -273,9 +275,9 @@ _WIDE = {
 }
 
 
-def _of_float64(target: str, module: fx.GraphModule) -> list[str]:
+def _of_float64(target: str, program: Program) -> list[str]:
     """What the maker of a file for a runtime without float64 is told."""
-    if target not in _WIDE or (node := in_float64(module)) is None:
+    if target not in _WIDE or (node := in_float64(record_shapes(program))) is None:
         return []
     return [f"{where(node)} is computed in float64, {_WIDE[target]}"]
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.unmarked import array_of
+from ampopt.measure.draws import Draw
 from ampopt.measure.metric import Metric
 from ampopt.measure.original import Run
-from ampopt.measure.verify import Verifier
+from ampopt.measure.tied_values import TiedValues
+from ampopt.measure.verify import LEAST_NORM, Verifier
 from ampopt.ort.knobs import changed
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner, openvino_version
@@ -89,7 +91,11 @@ class OnnxCheck:
 
 
 class OnnxVerifier(Verifier):
-    """A Verifier that reports every output of a run, and uses CUDA's float16 autocast rules on a CPU, too."""
+    """A Verifier that reports every output of a run, and uses CUDA's float16 autocast rules on a CPU, too.
+
+    Runtimes have orders of their own for equal values, so a file's errors may be what another order makes of
+    the outputs, see `TiedValues`. What runs in the original's place has no such licence.
+    """
 
     def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
         """As `Verifier.eager`; on a CPU, float16 autocast uses CUDA's rules and is computed quickly.
@@ -104,14 +110,25 @@ class OnnxVerifier(Verifier):
     def _cuda_autocast(self) -> Run:
         return autocast_program(self.captured).run
 
+    @functools.cached_property
+    def ties(self) -> TiedValues:
+        """The original with equal values in other orders."""
+        return TiedValues(self, self.draws, least_norm=LEAST_NORM)
+
+    def judged(self, run: Run, lane: Lane, draw: Draw) -> Iterator[tuple[int, float, float]]:
+        """As `Verifier.judged`, with the order of equal values that a run may have."""
+        found = list(super().judged(run, lane, draw))
+        is_within = all(error <= limit for _, error, limit in found)
+        if not is_within and all(math.isfinite(error) for _, error, _ in found):
+            found = self.ties.judged(self.steps(run, draw), lane, draw, found)
+        yield from found
+
     def outputs(self, run: Run, lane: Lane, names: Sequence[str], provider: str) -> list[OutputCheck]:
         """For each output the draw with the largest error relative to its limit."""
         worst: dict[str, OutputCheck] = {}
         for draw in (*self.draws, *self.range_draws(lane)):
-            for index, (name, error) in enumerate(zip(names, self.errors(run, draw), strict=True)):
-                if not self.counts(lane, draw, index, error):
-                    continue
-                limit, own = self.limit(lane, draw, index, error), self.own_errors(lane, draw)[index]
+            for index, error, limit in self.judged(run, lane, draw):
+                name, own = names[index], self.own_errors(lane, draw)[index]
                 check = OutputCheck(name, provider, error, own, limit, draw.name)
                 if name not in worst or not _excess(check) <= _excess(worst[name]):
                     worst[name] = check

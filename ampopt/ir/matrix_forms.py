@@ -7,8 +7,9 @@ solution of A X = B as it is, so that X takes the place of B; each step exchange
 pivot of a column, as LAPACK does, and the determinant is the product of the pivots, with a change of sign for
 each exchange. In float64 its rounding is below that of LAPACK in float32, but OpenVINO computes in float32.
 NaN anywhere in a matrix makes all of its numbers NaN, and so does a pivot of 0, for which PyTorch raises an
-error. At a singular matrix rounding may leave another pivot, here as in PyTorch, and large numbers come of
-it. So engines that answer in the original's place do not run what raises errors.
+error; infinity may do so, too, where PyTorch's inverse has a 0 in its place. At a singular matrix rounding
+may leave another pivot, here as in PyTorch, and large numbers come of it. So engines that answer in the
+original's place do not run what raises errors.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _RAISING = (aten.linalg_inv.default, aten.inverse.default, aten.linalg_solve.def
 
 
 def in_float64(module: fx.GraphModule) -> fx.Node | None:
-    """The first call of an exported graph whose form computes in float64."""
-    return next(calls(module, FORMS), None)
+    """The first call of an exported graph, with its shapes, whose form computes in float64."""
+    return next((node for node in calls(module, FORMS) if _size(_matrix_of(node)) is not None), None)
 
 
 def why_not_answered(module: fx.GraphModule) -> str | None:
@@ -44,7 +45,7 @@ def why_not_answered(module: fx.GraphModule) -> str | None:
 
 
 def _inverse(call: Call, node: fx.Node) -> Any:
-    matrix = next(iter(arguments(node).values()))
+    matrix = _matrix_of(node)
     if (size := _size(matrix)) is None:
         return None
     identity = call(aten.eye.default, size, dtype=torch.float64)
@@ -66,11 +67,16 @@ def _solution(call: Call, node: fx.Node) -> Any:
 
 
 def _determinant(call: Call, node: fx.Node) -> Any:
-    matrix = next(iter(arguments(node).values()))
+    matrix = _matrix_of(node)
     if (size := _size(matrix)) is None:
         return None
     wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
     return _narrow(call, _eliminated(call, wide, None, size)[1], node)
+
+
+def _matrix_of(node: fx.Node) -> fx.Node:
+    matrix: fx.Node = next(iter(arguments(node).values()))
+    return matrix
 
 
 def _size(matrix: fx.Node) -> int | None:

@@ -1,13 +1,24 @@
-"""How far the order of equal values, which PyTorch leaves open, moves a model's outputs.
+"""What a file may compute where the order of equal values, which PyTorch leaves open, moves the outputs.
 
 `topk`, an unstable `sort`, `kthvalue`, `median` and `mode` tell the places of values. Where two are equal it
-is not defined which place comes first, and engines have orders of their own. An image of one colour makes all
-scores of a detector equal.
+is not defined which place comes first, and runtimes have orders of their own. An image of one colour makes
+all scores of a detector equal.
+
+The captured program runs with such values in some orders. A file's errors on a draw are allowed where one of
+these runs explains all outputs together: an output is within its own limit, and stays so in the run; or its
+error is near its change in the run, and its norm near the norm there.
+
+Correct because: without equal values no run moves an output, and nothing is allowed. With them, what keeps
+the original's places is not allowed the values of other places, and what lost a bound or a scale has other
+norms. What is wrong may still pass where the norms stay within a factor of `AS_LARGE`, and so do errors in
+places among equal values. So only files have this licence: passes and engines are compared as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +29,20 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import is_rounded, relative_error, widened
 from ampopt.ir.program import Program
 from ampopt.measure.draws import Draw
-from ampopt.measure.original import Original, Run
+from ampopt.measure.original import Original
+from ampopt.system.interrupts import check_interrupted
 
 _CHOOSING = {aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, aten.mode.default}
 _ORDERING = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default} | _CHOOSING
 
 ORDERS = 4
-"""Number of runs with equal values in orders at random, beside the order of their places, which ONNX has."""
+"""Number of runs with equal values in orders at random, beside the order of their places, which is ONNX's."""
 
 AS_FAR = 2.0
-"""Largest ratio, either way, of a program's error to the jump of a run that explains it."""
+"""Largest ratio, either way, of an error to the change of an output in the run that explains it."""
+
+AS_LARGE = 2.0**0.5
+"""Largest ratio, either way, of the norm of such an output to that in the run."""
 
 
 def tells_places(program: Program) -> bool:
@@ -39,6 +54,29 @@ def _is_open(node: fx.Node) -> bool:
     return node.target is not aten.sort.stable or not arguments(node)["stable"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Reordered:
+    """The relative change of each output in a run with another order, and its norm.
+
+    The change is infinite where NaN or infinity is in other elements, or the run raises an error.
+    """
+
+    jumps: tuple[float, ...]
+    norms: tuple[float, ...]
+
+    def explains(self, output: int, error: float, limit: float, norm: float) -> bool:
+        """Whether an output of a file is within its limit here, too, or is as this run makes it."""
+        jump, size = self.jumps[output], self.norms[output]
+        if error <= limit:
+            return jump <= AS_FAR * limit
+        is_as_far = jump / AS_FAR <= error <= self.most(output)
+        return is_as_far and size / AS_LARGE <= norm <= size * AS_LARGE
+
+    def most(self, output: int) -> float:
+        """The largest error of an output that this run explains."""
+        return AS_FAR * self.jumps[output]
+
+
 class TiedValues:
     """Runs the captured program of `original` with values that are as good as equal in other orders."""
 
@@ -48,82 +86,100 @@ class TiedValues:
         An output's norm counts as at least the share `least_norm` of that on the example.
         """
         self._original, self._program, self._usual = original, original.captured.program, usual
-        self._least_norm, self._least_norms = least_norm, list[float]()
-        self._jumps: dict[tuple[str, float], list[list[float]]] = {}
+        self._least_norm = least_norm
+        self._runs: dict[tuple[str, float], list[Reordered]] = {}
         self._tells_places = tells_places(self._program)
 
-    def jumps(self, draw: Draw, output: int, near: float) -> list[float]:
-        """The relative change of an output of a draw in each run; 0 where it is not finite.
-
-        Values may change places in a run that differ by a share of no more than `near`; 0: they are equal.
-        """
+    def runs(self, draw: Draw, near: float) -> list[Reordered]:
+        """The runs on a draw; values may change places that differ by a share of no more than `near`."""
         if not self._tells_places:
             return []
-        if (draw.name, near) not in self._jumps:
-            self._jumps[draw.name, near] = self._jumps_of(draw, near)
-        return [run[output] for run in self._jumps[draw.name, near]]
+        if (draw.name, near) not in self._runs:
+            self._runs[draw.name, near] = list(self._reordered(draw, near))
+        return self._runs[draw.name, near]
 
-    def licence(self, lane: Lane, draw: Draw, output: int, error: float) -> float:
-        """The error that is allowed where the order of values explains this one, because a run moves as far.
+    def judged(
+        self,
+        outputs: Sequence[Sequence[Tensor]],
+        lane: Lane,
+        draw: Draw,
+        found: list[tuple[int, float, float]],
+    ) -> list[tuple[int, float, float]]:
+        """What was found of outputs (places, errors and limits), with the limits of a run that explains it.
 
-        Outside of the examples' range right programs of the lane may swap what differs by no more than the
-        error that each of them may have. In the example they may swap what is equal, where random inputs have
-        no such values: else nothing would be verified. 0 where no run explains the error.
+        Outside of the examples' range right files of the lane may swap what differs by no more than the error
+        that each of them may have. In the example they may swap what is equal, where random inputs have no
+        such values: else nothing would be verified.
         """
+        first, *others = self._usual
         if draw not in self._usual:
-            found = self.jumps(draw, output, lane.limits.always)
-        elif draw is not self._usual[0] or len(self._usual) == 1 or self._is_open(self._usual[1:], output):
-            return 0.0
+            runs = self.runs(draw, lane.limits.always)
+        elif draw is first and others and not any(self.is_open(each) for each in others):
+            runs = self.runs(draw, 0.0)
         else:
-            found = self.jumps(draw, output, 0.0)
-        explaining = (jump for jump in found if jump / AS_FAR <= error <= jump * AS_FAR)
-        return AS_FAR * max(explaining, default=0.0)
+            runs = []
+        norms = _norms(outputs)
+        for run in runs:
+            if all(run.explains(at, error, limit, norms[at]) for at, error, limit in found):
+                return [(at, error, limit if error <= limit else run.most(at)) for at, error, limit in found]
+        return found
 
-    def _is_open(self, draws: Sequence[Draw], output: int) -> bool:
-        return any(any(self.jumps(draw, output, 0.0)) for draw in draws)
+    def is_open(self, draw: Draw) -> bool:
+        """Whether another order of equal values moves an output of a draw."""
+        return any(jump > 0 for run in self.runs(draw, 0.0) for jump in run.jumps)
 
     def first_without(self) -> Draw:
         """The first usual draw, if possible the example, whose first call has no order of equal values."""
         for draw in self._usual:
-            first = Draw(f"{draw.name}, the first call", draw.calls[:1])
-            if not any(self._is_open([first], output) for output in range(len(self._program.exit))):
+            if not self.is_open(Draw(f"{draw.name}, the first call", draw.calls[:1])):
                 return draw
         return self._usual[0]
 
-    def _run_of(self, interpreter: fx.Interpreter) -> Run:
+    def _reordered(self, draw: Draw, near: float) -> Iterator[Reordered]:
+        least = [self._least_norm * norm for norm in _norms(self._original.reference(self._usual[0])[:1])]
+        if (usual := self._steps(fx.Interpreter(self._program.graph), draw)) is None:
+            return
+        for seed in (None, *range(ORDERS)):
+            moved = self._steps(_Reordered(self._program.graph, near, seed), draw)
+            if moved is None:
+                yield Reordered((math.inf,) * len(least), (math.inf,) * len(least))
+                continue
+            worst = [0.0] * len(least)
+            for calls_ in zip(moved, usual, strict=True):
+                pairs = zip(*calls_, least, strict=True)
+                errors = [relative_error(mine, own, least_norm=norm) for mine, own, norm in pairs]
+                worst = [max(pair) for pair in zip(worst, errors, strict=True)]
+            yield Reordered(tuple(worst), tuple(_norms(moved)))
+
+    def _steps(self, interpreter: fx.Interpreter, draw: Draw) -> list[list[Tensor]] | None:
+        """What an interpreter of the graph gives for each call; None where it raises an error.
+
+        One of a singular matrix, perhaps, which other places have made.
+        """
+
         def run(*tensors: Tensor) -> list[Tensor]:
             with self._program.scope(), torch.no_grad():
                 pairs = zip(self._program.entry, tensors, strict=True)
                 found = interpreter.run(*[border.convert(tensor) for border, tensor in pairs])
                 return [border.convert(x) for border, x in zip(self._program.exit, found, strict=True)]
 
-        return run
+        try:
+            return self._original.steps(run, draw)
+        except Exception as error:
+            check_interrupted(error)
+            return None
 
-    def _jumps_of(self, draw: Draw, near: float) -> list[list[float]]:
-        plain = self._run_of(fx.Interpreter(self._program.graph))
-        if not self._least_norms:
-            first = self._original.steps(plain, self._usual[0])[0]
-            self._least_norms = [self._least_norm * _norm(output) for output in first]
-        usual = self._original.steps(plain, draw)
-        found = list[list[float]]()
-        for seed in (None, *range(ORDERS)):
-            run, worst = (
-                self._run_of(_Reordered(self._program.graph, near, seed)),
-                [0.0] * len(self._least_norms),
-            )
-            for moved, own in zip(self._original.steps(run, draw), usual, strict=True):
-                pairs = zip(moved, own, self._least_norms, strict=True)
-                errors = [relative_error(a, b, least_norm=least) for a, b, least in pairs]
-                finite = [error if error < torch.inf else 0.0 for error in errors]
-                worst = [max(pair) for pair in zip(worst, finite, strict=True)]
-            found.append(worst)
-        return found
+
+def _norms(steps: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The norm of each output's finite elements in all calls; 0 for integers."""
+    calls_of = zip(*steps, strict=True)
+    return [math.hypot(*map(_norm, outputs)) for outputs in calls_of]
 
 
 def _norm(output: Tensor) -> float:
     if not is_rounded(output):
         return 0.0
-    return float(torch.linalg.vector_norm(widened(output[torch.isfinite(output)])))
+    return float(torch.linalg.vector_norm(widened(output.detach()[torch.isfinite(output)])))
 
 
 class _Reordered(fx.Interpreter):
@@ -165,7 +221,7 @@ class _Reordered(fx.Interpreter):
         is_alike = (rows == own) | (rows.isnan() & own.isnan())
         if rows.is_floating_point():
             is_alike = is_alike | ((rows.double() - own.double()).abs() <= self._far(rows))
-        place = (is_alike * (self._random(rows.shape, rows) + 1.0)).argmax(-1, keepdim=True)
+        place = (is_alike * (2.0 - self._random(rows.shape, rows))).argmax(-1, keepdim=True)
         found = (each.movedim(-1, dim) for each in (rows.gather(-1, place), place))
         return tuple(each if keepdim else each.squeeze(dim) for each in found)  # type: ignore[return-value]
 

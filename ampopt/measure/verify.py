@@ -38,15 +38,13 @@ from ampopt.measure.integer_check import IntegerCheck
 from ampopt.measure.metric import Metric, metric_value
 from ampopt.measure.original import Original, Run
 from ampopt.measure.ownership import Watched
-from ampopt.measure.tied_values import TiedValues
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted
 
 AS_FAR = 2.0
 """Largest ratio of a program's error to eager's change by rounding, if the error is over the limit.
 
-Outputs of zeros have an error of 1, which passes only on a draw whose equal values, in other orders, move an
-output as far (`tied_values`).
+Outputs of zeros have an error of 1, which never passes.
 """
 
 LEAST_NORM = 1e-6
@@ -104,7 +102,6 @@ class Verifier(Original):
         in_a_row = CALLS_IN_A_ROW if captured.lifted else 1
         inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
-        self.ties = TiedValues(self, self.draws, least_norm=LEAST_NORM)
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
         smallest = not divides_towards_zero(captured.program)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row, with_smallest=smallest)
@@ -308,10 +305,7 @@ class Verifier(Original):
 
     def _check_draw(self, run: Run, lane: Lane, draw: Draw) -> Check:
         worst = Check(0.0, float("inf"), None)
-        for output, error in enumerate(self.errors(run, draw)):
-            if not self.counts(lane, draw, output, error):
-                continue
-            limit = self.limit(lane, draw, output, error)
+        for output, error, limit in self.judged(run, lane, draw):
             if not error <= limit or not math.isfinite(error):
                 place = "" if draw in self.draws else f" with {draw.name}"
                 text = f"output {output}{place}: error {error:.2g} is over {limit:.2g}"
@@ -320,6 +314,12 @@ class Verifier(Original):
             if error >= worst.error:
                 worst = Check(error, limit, None)
         return worst
+
+    def judged(self, run: Run, lane: Lane, draw: Draw) -> Iterator[tuple[int, float, float]]:
+        """The outputs that count on a draw, each with its error and the largest that it may have."""
+        for output, error in enumerate(self.errors(run, draw)):
+            if self.counts(lane, draw, output, error):
+                yield output, error, self.limit(lane, draw, output, error)
 
     def limit(self, lane: Lane, draw: Draw, output: int, error: float) -> float:
         """The largest relative error that a program may have on a draw; `error` is its present error."""
@@ -342,7 +342,7 @@ class Verifier(Original):
         if limit < error <= min(near, lane.limits.largest) and not is_usual:
             jump = self.largest_jumps(lane, draw, within=True)[output]
             limit = max(limit, min(lane.limits.allowed(jump), lane.limits.largest))
-        return limit if error <= limit else max(limit, self.ties.licence(lane, draw, output, error))
+        return limit
 
     def _usual_error(self, lane: Lane, draw: Draw, output: int) -> float:
         instead = self.yardstick(lane, draw, output)
