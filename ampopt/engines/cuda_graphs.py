@@ -237,9 +237,13 @@ class CapturedGraph:
             return [_spoilt(tensor) for tensor in self._inputs]
         plain = self._program.replace(engine=None)
         for way in (_spoilt, torch.zeros_like, lambda tensor: tensor.flip([*range(tensor.dim())])):
+            others = [way(tensor) for tensor in self._inputs]
+            pairs = zip(others, self._inputs, strict=True)
+            if any(_has_nan(mine) and mine.numel() and same_tensor(mine, its) for mine, its in pairs):
+                continue
             with contextlib.suppress(Exception), asserts_raised(self._program.device):
-                plain.run(*[way(tensor) for tensor in self._inputs])
-                return [way(tensor) for tensor in self._inputs]
+                plain.run(*map(torch.clone, others))
+                return others
         raise RuntimeError("it cannot be called with other values, which lead to an index out of range")
 
     def _why_not_moved(self, expected: Sequence[Tensor], examples: Sequence[Tensor]) -> str | None:

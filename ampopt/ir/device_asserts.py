@@ -43,31 +43,41 @@ _ASSERTING = _INDEXED | _OF_CLASSES | _OF_NUMBERS
 
 
 class AssertsRaised(TorchDispatchMode):
-    """A mode in which PyTorch's kernels for a CPU, which check, run before those that assert.
+    """A mode in which PyTorch's kernels for a CPU, which check, run before those of a device that assert.
 
-    They get copies of integers and booleans; and no numbers where these decide nothing.
+    They get copies of integers and booleans; and no numbers where these decide nothing. Operators that run
+    functions, and what is compiled, run as they do without the mode, and are not checked.
     """
 
-    def __init__(self) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, device_type: str = "cuda") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code may run in the mode; else PyTorch would run what it was made of."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operator. Raises what PyTorch raises on a CPU."""
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():  # an operator that is made of others arrives as one
-            with self:
-                if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
-                    return result
         if _name(func) in _ASSERTING:
-            self.first(func, args, kwargs)
+            tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            is_dense = all(tensor.layout is torch.strided for tensor in tensors)
+            if is_dense and any(tensor.device.type == self._device_type for tensor in tensors):
+                self.first(func, args, kwargs)
         return func(*args, **kwargs)
 
     def first(self, func: Any, args: Any, kwargs: Any) -> None:
         """Call an operator on a CPU, in the place of the call that follows."""
         copied = _on_cpu if _name(func) in _OF_NUMBERS else _places_on_cpu
         with _disable_current_modes():
-            own_args, own_kwargs = pytree.tree_map_only(Tensor, copied, (args, kwargs))
-            func(*own_args, **own_kwargs)
+            own = pytree.tree_map_only(Tensor, copied, (args, kwargs))
+            if func._schema.is_mutable:
+                own = pytree.tree_map_only(Tensor, Tensor.contiguous, own)
+            func(*own[0], **own[1])
 
 
 @functools.cache
@@ -85,16 +95,17 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def _places_on_cpu(tensor: Tensor) -> Tensor:
+    """A copy of integers and booleans; a number in all places, and no more memory, for others."""
     if not tensor.is_floating_point() and not tensor.is_complex():
         return _on_cpu(tensor)
     dtype = torch.float32 if tensor.is_floating_point() else torch.complex64
-    return torch.empty(tensor.shape, dtype=dtype, device="cpu")
+    return torch.ones((), dtype=dtype, device="cpu").expand(tensor.shape)
 
 
 def asserts_raised(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A scope in which operators on a GPU raise, as on a CPU, what their kernels would assert.
 
-    Each of them waits for the device; what is compiled, or replayed, is not checked. Nothing on a CPU.
+    Each of them waits for the device. Nothing on a CPU.
     """
     return AssertsRaised() if device.type == "cuda" else contextlib.nullcontext()
 

@@ -69,7 +69,7 @@ def test_the_mode_knows_each_operator_by_the_kernels_that_it_calls(name: str, is
             super().first(func, args, kwargs)
 
     scope = torch.inference_mode if is_inference else torch.no_grad
-    with scope(), Seen(), pytest.raises((IndexError, RuntimeError)):
+    with scope(), Seen("cpu"), pytest.raises((IndexError, RuntimeError)):
         CALLS[name]("cpu")
     assert ran
 
@@ -83,9 +83,27 @@ def test_results_and_what_is_written_are_as_without_it() -> None:
         return [total, F.max_unpool2d(image, where, (2, 2)), F.one_hot(places, 4), F.embedding(places, table)]
 
     plain = work()
-    with AssertsRaised():
+    with AssertsRaised("cpu"):
         checked = work()
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(plain, checked, strict=True))
+
+
+def test_operators_that_run_functions_and_compiled_code_run_in_it() -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", fullgraph=True)
+    x = torch.randn(4)
+    with torch.no_grad(), AssertsRaised("cpu"):
+        chosen = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        assert torch.equal(compiled(x), x.sin() + 1)
+    assert torch.equal(chosen, x.sin() if x.sum() > 0 else x.cos())
+
+
+def test_what_is_elsewhere_or_lies_in_another_layout_is_not_looked_at() -> None:
+    places = torch.tensor([0, 1])
+    with torch.no_grad(), AssertsRaised("cpu"):
+        assert torch.empty(3, device="meta").index_select(0, places.to("meta")).shape == (2,)
+        assert torch.eye(3).to_sparse().index_select(0, places).to_dense().sum() == 2
+        huge = torch.zeros(1).expand(2**40)  # of which no copy has room
+        assert huge.gather(0, places).shape == (2,)
 
 
 class Voxels(nn.Module):

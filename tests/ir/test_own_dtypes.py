@@ -15,7 +15,7 @@ from ampopt.ir.graph import aten, calls
 from ampopt.ir.lanes import FP32
 from ampopt.ir.numerics import relative_error
 from ampopt.passes import BakeAutocast, RemoveInferenceNoops
-from tests.helpers import BF16, FLOORS, FP16, Model
+from tests.helpers import BF16, FLOORS, FP16, Model, dtypes_of
 from tests.support.planted import captured_of, optimize
 
 X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
@@ -125,8 +125,33 @@ def _grid(m: Any, x: Tensor) -> Tensor:
     return rows + columns
 
 
+def _weighted(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.linear(x)
+    positive = (x > 0).to(y.dtype)
+    return torch.zeros_like(y).index_add(1, m.places, y * positive)
+
+
+def _chosen(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.linear(x)
+    return y.new_zeros(y.shape).index_add(1, m.places, torch.where(x > 0, y, _zeros(y)))
+
+
+def _residual(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.linear(x)
+    half = 0.5 * torch.ones((), dtype=y.dtype)
+    summed = torch.cat([x.to(y.dtype)[:, :4] + y[:, :4], y[:, 4:] * half], 1)
+    return torch.zeros_like(y).index_add(1, m.places, summed)
+
+
+def _product_first(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.linear(x)
+    mixed = torch.tensordot(y, torch.eye(16, dtype=y.dtype), 1)
+    return _zeros(y).index_add(1, m.places, mixed)
+
+
 MODELS: tuple[Function, ...] = (
     *(_scattered, _scattered_largest, _put_twice, _put_ones, _added, _filled_by_mask, _blended, _inner),
+    *(_weighted, _chosen, _residual, _product_first),
     *(_dots, _crossed, _chained, _steps, _near, _bins, _bags, _bilinear, _grid),
 )
 
@@ -157,7 +182,8 @@ def test_the_original_runs_under_autocast_and_so_does_its_graph(function: Functi
 def test_in_float32_the_casts_are_removed(function: Function) -> None:
     _, captured = captured_of(_model_of(function), X)
     program = RemoveInferenceNoops().apply(FP32.start(captured.program)).program
-    assert not list(calls(program.graph, (aten.to.dtype, aten._to_copy.default)))
+    casts = list(calls(program.graph, (aten.to.dtype, aten._to_copy.default)))
+    assert len(casts) == (1 if function is _weighted else 0)  # that of a mask
 
 
 def _of_one_dtype(m: Any, x: Tensor) -> Tensor:
@@ -170,6 +196,22 @@ def _of_one_dtype(m: Any, x: Tensor) -> Tensor:
 def test_what_has_one_dtype_in_each_lane_is_left_as_it_is() -> None:
     _, captured = captured_of(_model_of(_of_one_dtype), X)
     assert not list(calls(captured.program.graph, (aten.to.dtype, aten._to_copy.default)))
+
+
+def _filled(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.linear(x).relu()
+    y[y > 1] = 0.5
+    y[:, m.places > 3] = -1e4
+    return y @ y.transpose(1, 2)
+
+
+def test_an_assignment_to_a_mask_stays_in_the_lower_dtype() -> None:
+    _, captured = captured_of(_model_of(_filled), X)
+    start = BF16.start(captured.program)
+    for policy in POLICIES:
+        dtypes = dtypes_of(BakeAutocast(policy=policy).apply(start).program)
+        assert dtypes["relu"] is dtypes["matmul"] is torch.bfloat16
+    assert not list(calls(captured.program.graph, (aten.to.dtype,)))
 
 
 def test_a_scatter_of_features_has_its_lane() -> None:
