@@ -16,8 +16,11 @@ from ampopt.ir.program import Program
 from ampopt.passes import FoldConvBn
 from ampopt.search.rehearsal import Sandbox, TooLongError
 from ampopt.search.worker import Worker
+from tests.support.fresh import forked_workers  # noqa: F401 - a fixture
 from tests.support.planted import captured_of
 from tests.support.risky import CPU, InHalves, Risky, Uneven, Waiting, X, made, rehearse
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture
