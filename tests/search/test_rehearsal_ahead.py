@@ -214,7 +214,7 @@ def test_a_full_disk_costs_the_rehearsal_alone(program: Program, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     with Sandbox(CPU) as sandbox:
-        monkeypatch.setattr("ampopt.search.worker.pickle.dump", full)
+        monkeypatch.setattr("ampopt.search.worker.write_pickle", full)
         sandbox.begin(Risky(), program)
         assert not sandbox.is_rehearsing(Risky(), program)
         said = rehearse(sandbox, Risky(), program, seconds=60)
