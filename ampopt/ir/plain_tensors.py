@@ -16,6 +16,8 @@ from ampopt.errors import InputError
 
 _PLAIN = (Tensor, Parameter)
 
+_COMPILED = "it is compiled already: compile or export the original model"
+
 
 def is_transformed() -> bool:
     """Whether a `torch.func` transform or forward-mode autograd is active."""
@@ -157,15 +159,13 @@ def _why_not_plain(tensor: Tensor) -> str | None:
     return "is quantized: convert it with .dequantize()" if tensor.is_quantized else None
 
 
-def keep_from_dynamo(function: Callable[..., Any]) -> None:
+def keep_from_dynamo(function: Callable[..., Any], why: str = _COMPILED) -> None:
     """Make `torch.compile` break its graph at `function`, and not compile what it calls.
 
     Another compiler's code for a program would not be verified. `torch.compiler.disable` does the same with a
     wrapper around each call, and takes a second to import.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        "it is compiled already: compile or export the original model"
-    )
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

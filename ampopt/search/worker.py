@@ -29,6 +29,7 @@ from torch.serialization import default_restore_location
 
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError, PassError, first_line
+from ampopt.ir.pickled import write_pickle
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed
 from ampopt.kernels.cudnn_shapes import know_shapes
@@ -80,7 +81,7 @@ class Worker:
                 folder = tempfile.TemporaryDirectory(prefix="ampopt-", ignore_cleanup_errors=True)
                 undo.callback(folder.cleanup)
                 with Path(folder.name, PROGRAM).open("wb") as file:
-                    pickle.dump((torch.get_num_threads(), step, program), file)
+                    write_pickle((torch.get_num_threads(), step, program), file)
                 job = Job(step, program, folder, time.perf_counter(), self)
                 self._give(job)
             except Exception as error:  # what pickle cannot take, a full disk, no process or memory left

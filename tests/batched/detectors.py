@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection import FCOS, FasterRCNN, KeypointRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
-from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads
-from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads, KeypointRCNNPredictor
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import MultiScaleRoIAlign
 
 CLASSES = 5
+WIDTH = 64
 SIZES = {"min_size": 64, "max_size": 96}
 
 
@@ -49,8 +51,10 @@ def _ssd() -> nn.Module:
 def _of_regions(kind: Callable[..., nn.Module], **options: Any) -> nn.Module:
     pool = MultiScaleRoIAlign(["0", "1", "2"], 3, 2)
     counts = {"rpn_pre_nms_top_n_test": 60, "rpn_post_nms_top_n_test": 40, "box_detections_per_img": 30}
-    own = {"rpn_anchor_generator": _anchors(3), "box_roi_pool": pool, **counts, **SIZES, **options}
-    return kind(Pyramid(), CLASSES, **own)
+    head, predictor = TwoMLPHead(8 * 9, WIDTH), FastRCNNPredictor(WIDTH, CLASSES)
+    boxes = {"box_roi_pool": pool, "box_head": head, "box_predictor": predictor}
+    own = {"rpn_anchor_generator": _anchors(3), **boxes, **counts, **SIZES, **options}
+    return kind(Pyramid(), **own)
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -59,13 +63,14 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "mask": lambda: _of_regions(
         MaskRCNN,
         mask_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2),
-        mask_head=MaskRCNNHeads(8, (256,), 1),
+        mask_head=MaskRCNNHeads(8, (16,), 1),
+        mask_predictor=MaskRCNNPredictor(16, 16, CLASSES),
     ),
     "keypoint": lambda: _of_regions(
         KeypointRCNN,
-        num_keypoints=3,
         keypoint_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2),
-        keypoint_head=KeypointRCNNHeads(8, (512,)),
+        keypoint_head=KeypointRCNNHeads(8, (16,)),
+        keypoint_predictor=KeypointRCNNPredictor(16, num_keypoints=3),
     ),
     "retinanet": lambda: RetinaNet(
         Pyramid(), CLASSES, anchor_generator=_anchors(3), topk_candidates=80, detections_per_img=30, **SIZES
@@ -87,7 +92,7 @@ def detector(kind: str, threshold: float | None = None) -> nn.Module:
         torch.manual_seed(7)
         model = KINDS[kind]().eval()
         for parameter in model.parameters():
-            nn.init.normal_(parameter, std={2: 0.03, 4: 0.15}.get(parameter.dim(), 0.3))
+            nn.init.normal_(parameter, std={2: 0.12, 4: 0.15}.get(parameter.dim(), 0.3))
     if threshold is not None:
         owner: Any = getattr(model, "roi_heads", model)
         owner.score_thresh = threshold

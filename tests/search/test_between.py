@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampopt.batched import keypoints
 from ampopt.measure.headline import Compared
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search import regions
+from ampopt.search.between import Between
 from ampopt.search.options import Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule
 from tests.helpers import with_statistics
@@ -209,6 +211,20 @@ def test_loops_of_code_without_submodules() -> None:
     assert graphs(fast), fast.report.notes
     for call in (parts, [-part for part in parts], parts * 2, parts[:1]):
         assert torch.allclose(fast(call), model(call), atol=1e-5)
+
+
+def test_no_graph_is_made_for_the_sizes_of_the_boxes_that_the_example_has() -> None:
+    class Heads(nn.Module):
+        def forward(self, maps: Tensor, boxes: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            return keypoints.found_in(maps * 2.0, [boxes])
+
+    maps, boxes = torch.rand(3, 2, 7, 7), torch.tensor([[0.0, 0.0, 9.0, 5.0]]) * torch.tensor([[1], [2], [3]])
+    between = Between(lambda call: call(maps, boxes), Heads())
+    targets = [node.target for part in between.parts for node in part.graph.graph.nodes]
+    assert targets
+    assert torch.nn.functional.interpolate not in targets
+    for given in (boxes, boxes * 0.7):
+        torch.testing.assert_close(between.served(maps, given), Heads()(maps, given))
 
 
 @pytest.mark.gpu

@@ -17,8 +17,11 @@ from ampopt.ir.program import Program
 from ampopt.measure.entry import Verdict
 from ampopt.passes.compile import Compile
 from ampopt.search.rehearsal import Sandbox, TooLongError, how_many
+from tests.support.fresh import forked_workers  # noqa: F401 - a fixture
 from tests.support.planted import Bench, captured_of
 from tests.support.risky import CPU, Risky, RiskyOnCuda, Sending, Waiting, X, rehearse
+
+FORKED = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture
@@ -51,6 +54,7 @@ def test_what_could_leave_a_gpu_unusable_is_rehearsed_there_alone(program: Progr
             sandbox.apply(step, program, seconds=60)
 
 
+@FORKED
 def test_a_process_that_has_ended_while_it_was_idle_is_replaced(program: Program) -> None:
     with Sandbox(CPU) as sandbox:
         rehearse(sandbox, Risky(), program, seconds=60)
@@ -69,6 +73,7 @@ def test_on_a_cpu_nothing_is_begun_beside_what_is_timed(device: str) -> None:
         assert (sandbox.workers[0].process is None) == (device == "cpu")
 
 
+@FORKED
 def test_a_failure_there_is_a_reason_here_and_the_next_one_has_a_new_process(program: Program) -> None:
     reasons = {
         "crash": r"brought down a process of its own \(signal SIGSEGV\)",
@@ -89,6 +94,7 @@ def test_what_does_not_return_is_killed_when_the_time_is_over(program: Program) 
     assert time.perf_counter() - start < 30
 
 
+@FORKED
 def test_nothing_goes_on_there_during_a_pause(program: Program, tmp_path: Path) -> None:
     note = tmp_path / "note"
     with Sandbox(CPU) as sandbox:
@@ -112,6 +118,7 @@ def test_an_answer_can_be_seen_without_waiting_for_it(program: Program) -> None:
         assert rehearsed().why_not is None
 
 
+@FORKED
 def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path: Path) -> None:
     home = os.getpid()
     with Sandbox(CPU) as sandbox:
@@ -135,6 +142,7 @@ def test_more_processes_need_cores_and_memory(
     assert how_many(torch.device(device)) == expected
 
 
+@FORKED
 def test_what_is_sent_back_is_loaded_once_and_told_as_often_as_asked_for(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +170,7 @@ def test_on_a_cpu_nothing_is_begun_ahead(program: Program) -> None:
         assert not sandbox.is_rehearsing(Risky(), program)
 
 
+@FORKED
 def test_a_failure_is_told_as_often_as_it_is_asked_for(program: Program) -> None:
     with Sandbox(CPU) as sandbox, sandbox.rehearsing(Risky("raise"), program, seconds=60) as rehearsed:
         for _ in range(2):
@@ -169,6 +178,7 @@ def test_a_failure_is_told_as_often_as_it_is_asked_for(program: Program) -> None
                 rehearsed()
 
 
+@FORKED
 def test_what_goes_on_there_ends_where_it_goes_wrong_here(program: Program, tmp_path: Path) -> None:
     note = tmp_path / "note"
     start = time.perf_counter()
@@ -188,6 +198,7 @@ def test_what_goes_on_there_ends_where_it_goes_wrong_here(program: Program, tmp_
     assert time.perf_counter() - start < 100
 
 
+@FORKED
 def test_what_another_process_cannot_load_is_not_rehearsed(program: Program) -> None:
     @dataclasses.dataclass(frozen=True)
     class Local(Risky):
@@ -212,6 +223,7 @@ def test_what_was_not_rehearsed_is_told_in_the_report(monkeypatch: pytest.Monkey
     assert entry.hints == ("not rehearsed: this system has no POSIX processes to rehearse in",)
 
 
+@FORKED
 def test_a_pass_that_crashes_its_rehearsal_is_a_failed_row_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

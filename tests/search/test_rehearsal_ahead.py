@@ -16,8 +16,11 @@ from ampopt.ir.program import Program
 from ampopt.passes import FoldConvBn
 from ampopt.search.rehearsal import Sandbox, TooLongError
 from ampopt.search.worker import Worker
+from tests.support.fresh import forked_workers  # noqa: F401 - a fixture
 from tests.support.planted import captured_of
 from tests.support.risky import CPU, InHalves, Risky, Uneven, Waiting, X, made, rehearse
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture
@@ -211,7 +214,7 @@ def test_a_full_disk_costs_the_rehearsal_alone(program: Program, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     with Sandbox(CPU) as sandbox:
-        monkeypatch.setattr("ampopt.search.worker.pickle.dump", full)
+        monkeypatch.setattr("ampopt.search.worker.write_pickle", full)
         sandbox.begin(Risky(), program)
         assert not sandbox.is_rehearsing(Risky(), program)
         said = rehearse(sandbox, Risky(), program, seconds=60)

@@ -19,6 +19,7 @@ import torch
 from ampopt.ir.settings import Settings
 from ampopt.system.flags import cuda_math, work_elsewhere
 from tests.support import snapshot
+from tests.support.fresh import fresh_process
 
 PRIOR = {
     "nothing": "pass",
@@ -62,10 +63,6 @@ print(differences(before, look()))
 """
 
 
-FRESH = multiprocessing.get_context("forkserver")
-"""Makes processes of one that has imported PyTorch and done nothing else."""
-
-
 def run_and_send(code: str, line: Connection) -> None:
     """Run a program and send what it prints, or what it raises."""
     printed = io.StringIO()
@@ -80,11 +77,9 @@ def run_and_send(code: str, line: Connection) -> None:
 
 def in_a_fresh_process(program: str = PROGRAM, **parts: Any) -> str:
     """What the program prints; the switches of this process are touched by too many tests."""
-    FRESH.set_forkserver_preload([__name__])
-    here, there = FRESH.Pipe()
+    here, there = multiprocessing.Pipe()
     code = program.format(**({"after": "", "tf32": False, "prior": "pass"} | parts))
-    process = FRESH.Process(target=run_and_send, args=(code, there))
-    process.start()
+    process = fresh_process(run_and_send, code, there)
     there.close()
     succeeded, text = here.recv()
     process.join()
