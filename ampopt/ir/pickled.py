@@ -8,6 +8,7 @@ it, with all that it does when it is imported. A layout has no pickle at all.
 from __future__ import annotations
 
 import copyreg
+import io
 import pickle
 from typing import IO, Any
 
@@ -23,6 +24,13 @@ def write_pickle(value: object, file: IO[bytes]) -> None:
         torch.layout: _reduced,
     }
     pickler.dump(value)
+
+
+def pickled(value: object) -> bytes:
+    """A whole pickle, of what may not be pickled in the end. Raises what pickle does."""
+    file = io.BytesIO()
+    write_pickle(value, file)
+    return file.getvalue()
 
 
 def _reduced(constant: object) -> tuple[Any, tuple[str]]:

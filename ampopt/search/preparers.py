@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ampopt.ir.pickled import write_pickle
+from ampopt.ir.pickled import pickled
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
 from ampopt.kernels.conv_tiles import Site
@@ -62,7 +62,7 @@ class Preparers:
         for process, share in zip(self._processes, shares, strict=False):
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended: nothing is prepared
-                write_pickle(share, process.stdin)
+                process.stdin.write(pickled(share))
                 process.stdin.close()
 
     def end_for(self, step: Pass) -> Pass:
