@@ -41,7 +41,8 @@ REFUSALS = (AttributeError, RuntimeError)
 """Errors for missing bindings, a missing driver or function, or a function that fails."""
 
 _search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
-"""Where programs that search cuDNN's algorithms are captured; see `capture_program`."""
+_plain_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-plain")
+"""Where programs that search cuDNN's algorithms are captured, and others; see `as_captured`."""
 
 
 def capture_calls(
@@ -89,18 +90,23 @@ def _own_workspaces() -> Iterator[None]:
 
 
 def as_captured(program: Program, work: Callable[[], Result]) -> Result:
-    """Work on a program in the thread that captures it: where it gets the same algorithms of cuDNN."""
-    return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()
+    """Work on a program in the thread that captures it: where it gets the same algorithms of cuDNN.
+
+    PyTorch caches cuDNN's plans per thread, and a plan chosen by cuDNN's heuristic stays in the cache
+    whatever the search flag says. In a thread that only searches, every plan is a searched one; and in one
+    that never does none is, which programs get where this thread has run one that searches, in the same
+    dtype: of small convolutions a search finds slower ones (ShuffleNet-V2, `h200/searched_plans.json`).
+    """
+    if program.settings.search_algorithms:
+        return flags.work_elsewhere(_search_thread, work)
+    has_searched = program.lane.dtype in flags.searched.dtypes
+    return flags.work_elsewhere(_plain_thread, work) if has_searched else work()
 
 
 def capture_program(
     program: Program, body: Callable[[], tuple[Tensor, ...]], warm_ups: int = WARM_UPS
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """`capture_calls` with the program's settings; if algorithms are searched, in a separate thread.
-
-    PyTorch caches cuDNN's plans per thread, and a plan chosen by cuDNN's heuristic stays in the cache
-    whatever the search flag says. In a thread that only searches, every plan is a searched one.
-    """
+    """`capture_calls` with the program's settings, in the thread for it, see `as_captured`."""
     stream = torch.cuda.current_stream(program.device)
 
     def work() -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:

@@ -21,6 +21,7 @@ from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.own_autocast import as_under_autocast
 from ampopt.ir.settings import Settings
 from ampopt.ir.size_range import Sizes
+from ampopt.system import flags
 
 if TYPE_CHECKING:
     from ampopt.ir.transform import Pass
@@ -105,6 +106,8 @@ class Program:
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """The settings of the program as a context manager; see `Settings.scope`."""
+        if self.settings.search_algorithms:
+            flags.searched.dtypes.add(self.lane.dtype)
         return self.settings.scope(self.device, self.lane.autocast if self.under_autocast else None)
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:

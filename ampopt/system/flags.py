@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, wait
 from typing import Any, TypeVar
@@ -18,6 +19,18 @@ import torch
 from ampopt.system.turns import switching, this_thread, working_for
 
 _T = TypeVar("_T")
+
+
+class _Searched(threading.local):
+    def __init__(self) -> None:
+        self.dtypes = set[torch.dtype]()
+
+
+searched = _Searched()
+"""For each thread the dtypes in which its convolutions may have plans that cuDNN has searched.
+
+PyTorch keeps a thread's plans, whatever its switch for the search says later.
+"""
 
 
 def work_elsewhere(pool: Executor, work: Callable[[], _T]) -> _T:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ampopt.engines.graph_capture import (
     INSTANCES,
     LONG_GRAPH_S,
     ReplayedProgram,
+    as_captured,
     by_speed,
     capture_calls,
     capture_program,
@@ -26,7 +28,7 @@ from ampopt.errors import PassError
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.measure import sampling
-from tests.helpers import program_of
+from tests.helpers import BF16, program_of
 from tests.support.small_net import image, net
 
 CPU = torch.device("cpu")
@@ -331,3 +333,22 @@ def test_on_a_gpu_a_graph_in_garbage_does_not_end_during_a_capture() -> None:
     torch.cuda.synchronize()
     assert not old
     assert outputs[0].tolist() == [2.0] * 3
+
+
+def test_what_makes_no_search_is_captured_in_a_thread_that_never_made_one() -> None:
+    """A thread keeps its plans of cuDNN for each dtype, and so the searched ones."""
+    plain = program_of(nn.Linear(3, 3), X)
+    searching = plain.replace(settings=Settings(search_algorithms=True))
+
+    def threads() -> list[str]:
+        programs = plain, searching, plain.replace(lane=BF16)
+        names = [as_captured(program, lambda: threading.current_thread().name) for program in programs]
+        return [name.rpartition("_")[0] for name in names]
+
+    def work() -> None:
+        assert threads() == ["mine", "ampopt-cudnn-search", "mine"]
+        searching.run(X)
+        assert threads() == ["ampopt-cudnn-plain", "ampopt-cudnn-search", "mine"]
+
+    with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
+        pool.submit(work).result()
