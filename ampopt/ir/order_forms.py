@@ -1,0 +1,95 @@
+"""Forms for ONNX of what stands at a place in order: a stable sort, the k-th smallest number, a median.
+
+torch.onnx knows `sort` and `topk` alone. A median of a few frames filters a robot's sensors.
+
+Correct because: ONNX's TopK, which it makes of both, puts the lower place first of equal values, so that it
+is stable in either direction; the last of the k smallest is the k-th, where infinity stands for NaN, which is
+the largest to PyTorch; its median is the lower of two middle numbers, or NaN at the first place of one. The
+size of a median's dimension must not vary.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from ampopt.ir.deciding_forms import Call
+from ampopt.ir.graph import arguments, aten, dtype_of, replace, shape_of
+
+
+def _stable(call: Call, node: fx.Node) -> Any:
+    target = aten.sort.default if node.target is aten.sort.stable else aten.argsort.default
+    values = arguments(node)
+    return call(target, values["self"], values["dim"], values["descending"])
+
+
+def _kth_value(call: Call, node: fx.Node) -> None:
+    values = arguments(node)
+    source, dim, k = values["self"], values["dim"], values["k"]
+    if not shape_of(source):
+        return
+    value, place = _smallest(call, source, source, k, dim)
+    if dtype_of(source).is_floating_point:
+        numbers = call(aten.logical_not.default, call(aten.isnan.default, source))
+        count = call(aten.sum.dim_IntList, numbers, [dim], True)
+        value = call(aten.masked_fill.Scalar, value, call(aten.lt.Scalar, count, k), math.nan)
+    _give(call, node, value, place)
+
+
+def _median(call: Call, node: fx.Node) -> None:
+    values = arguments(node)
+    source, dim = values["self"], values["dim"]
+    if shape_of(source):
+        _give(call, node, *_middle(call, source, source, dim, shape_of(source)[dim]))
+
+
+def _median_of_all(call: Call, node: fx.Node) -> Any:
+    source = arguments(node)["self"]
+    flat = call(aten.reshape.default, source, [-1])
+    value, _ = _middle(call, source, flat, 0, math.prod(shape_of(source)))
+    return call(aten.squeeze.dim, value, 0)
+
+
+def _middle(call: Call, like: fx.Node, numbers: Any, dim: int, size: int) -> tuple[Any, Any]:
+    """The median of numbers of the dtype of `like`, and its place; the dimension stays, of size 1."""
+    numbers = call(aten.unflatten.int, numbers, dim, [size])  # refuses another size
+    value, place = _smallest(call, like, numbers, (size + 1) // 2, dim)
+    if not dtype_of(like).is_floating_point:
+        return value, place
+    is_nan = call(aten.isnan.default, numbers)
+    has_nan = call(aten.any.dim, is_nan, dim, True)
+    first = call(aten.argmax.default, call(aten._to_copy.default, is_nan, dtype=dtype_of(like)), dim, True)
+    value = call(aten.masked_fill.Scalar, value, has_nan, math.nan)
+    return value, call(aten.where.self, has_nan, first, place)
+
+
+def _smallest(call: Call, like: fx.Node, numbers: Any, k: int, dim: int) -> tuple[Any, Any]:
+    """The k-th smallest, with infinity for NaN, and its place; the dimension stays, of size 1."""
+    if dtype_of(like).is_floating_point:
+        is_nan = call(aten.isnan.default, numbers)
+        numbers = call(aten.masked_fill.Scalar, numbers, is_nan, math.inf)
+    found = call(aten.topk.default, numbers, k, dim, False, True)
+    value, place = (call(operator.getitem, found, part) for part in range(2))
+    return tuple(call(aten.slice.Tensor, each, dim, k - 1, k) for each in (value, place))
+
+
+def _give(call: Call, node: fx.Node, value: Any, place: Any) -> None:
+    """Let the readers of a call's two results have these."""
+    values = arguments(node)
+    for reader in list(node.users):
+        found = (value, place)[reader.args[1]]  # type: ignore[index]
+        replace(reader, found if values["keepdim"] else call(aten.squeeze.dim, found, values["dim"]))
+
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    aten.sort.stable: _stable,
+    aten.argsort.stable: _stable,
+    aten.kthvalue.default: _kth_value,
+    aten.median.dim: _median,
+    aten.median.default: _median_of_all,
+}
+"""For each operator, a function of (call, node) that makes its form; None: no change needed."""

@@ -1,0 +1,95 @@
+"""Stable orders, k-th numbers and medians in ONNX Runtime are PyTorch's: equal values, NaN, infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ampopt.errors import AmpoptError
+from tests.helpers import Model
+from tests.support.exporting import export, run
+from tests.support.side_by_side import results_by_name, side_by_side
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+X = torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0))
+
+Functions = dict[str, Callable[[Tensor], Any]]
+
+STABLE: Functions = {
+    "sorted": lambda x: torch.sort(x, dim=1, stable=True),
+    "sorted downwards": lambda x: torch.sort(x, stable=True, descending=True),
+    "places": lambda x: torch.argsort(x, dim=0, stable=True),
+    "places downwards": lambda x: torch.argsort(x, dim=1, descending=True, stable=True),
+}
+"""Where places of equal values are told, too."""
+
+AT_A_PLACE: Functions = {
+    "third": lambda x: torch.kthvalue(x, 3, 1),
+    "last, kept": lambda x: torch.kthvalue(x, 6, keepdim=True),
+    "middle of nine": lambda x: torch.median(x, 1),
+    "middle of six, kept": lambda x: torch.median(x, -1, keepdim=True),
+    "middle of four": lambda x: x.median(0),
+    "middle of all": lambda x: x.median(),
+    "middle of one": lambda x: x[:, :1].median(1),
+}
+
+
+def _value(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def value(x: Tensor) -> Tensor:
+        found: Tensor | tuple[Tensor, Tensor] = function(x)
+        return found if isinstance(found, Tensor) else found[0]
+
+    return value
+
+
+VALUES: Functions = {name: _value(function) for name, function in AT_A_PLACE.items()}
+"""Those without the places, which are open where values are equal."""
+
+
+def _spoilt() -> Tensor:
+    x = X.mul(2).round()
+    x[0, 3, 1] = x[2, :, 2] = x[3, 1:8, 4] = float("nan")
+    x[1, 4, 0], x[1, 5, 0], x[3, 0, 4] = torch.inf, -torch.inf, torch.inf
+    return x
+
+
+@pytest.mark.parametrize(
+    ("functions", "x"),
+    [
+        (STABLE | AT_A_PLACE, X),
+        (STABLE | VALUES, X.mul(2).round()),
+        (VALUES, _spoilt()),
+        (STABLE | VALUES, X.mul(3).long()),
+    ],
+    ids=["numbers", "equal ones", "NaN and infinity", "integers"],
+)
+def test_results_are_pytorchs(functions: Functions, x: Tensor, tmp_path: Path) -> None:
+    inputs = [x.clone() for _ in functions]
+    example = X if x.is_floating_point() else x
+    examples = [example.clone() for _ in functions]
+    export(side_by_side(functions), tmp_path / "m.onnx", *examples, force=True)  # in zeros any place is right
+    found = [torch.from_numpy(np.asarray(each)) for each in run(tmp_path / "m.onnx", *inputs)]
+    for name, mine, wanted in results_by_name(functions, inputs, found):
+        assert mine.dtype is wanted.dtype, name
+        assert torch.equal(mine.nan_to_num(7.5), wanted.nan_to_num(7.5)), name
+
+
+def test_a_median_of_a_varying_batch_is_one_for_each(tmp_path: Path) -> None:
+    model = Model(lambda m, x: x.median(1).values).eval()
+    export(model, tmp_path / "m.onnx", X, dynamic="batch")
+    more = torch.randn(7, 9, 6)
+    assert np.array_equal(run(tmp_path / "m.onnx", more)[0], more.median(1).values.numpy())
+
+
+def test_a_median_along_what_varies_is_refused(tmp_path: Path) -> None:
+    model = Model(lambda m, x: x.median(1).values).eval()
+    with pytest.raises(AmpoptError):
+        export(model, tmp_path / "m.onnx", X, dynamic={"x": {1: "n"}})
