@@ -31,7 +31,7 @@ POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "means of a row": lambda x: F.adaptive_avg_pool1d(x.flatten(2), 5),
     "maxima of a row": lambda x: F.adaptive_max_pool1d(x.flatten(2), 5),
     "means of a volume": lambda x: F.adaptive_avg_pool3d(x[None], (2, None, 5)),
-    "maxima of a volume": lambda x: F.adaptive_max_pool3d(x[None], (2, 3, None)),  # type: ignore[arg-type]
+    "maxima of a volume": lambda x: F.adaptive_max_pool3d(x[None], (2, 3, 5)),
     "one row of means": lambda x: F.adaptive_avg_pool2d(x, (1, None)),
     "half as many means": lambda x: F.adaptive_avg_pool2d(x, (x.shape[2] // 2 + 1, None)),
     "more means than pixels": lambda x: F.adaptive_avg_pool2d(x, (None, 30)),
