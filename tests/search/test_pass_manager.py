@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,12 +88,10 @@ def test_a_pass_that_raises_is_a_failed_row_and_the_run_goes_on(
 def test_where_a_pass_leaves_the_device_unusable_the_error_names_passes_to_exclude(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:
-    def synchronize(*_: object) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
+    fail = Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
     bench = Bench(monkeypatch, net, X, cost=FASTER)
-    monkeypatch.setattr("ampopt.search.trials.synchronize", synchronize)
-    monkeypatch.setattr(bench.manager, "judge", synchronize)
+    monkeypatch.setattr("ampopt.search.trials.synchronize", fail)
+    monkeypatch.setattr(bench.manager, "judge", fail)
     with pytest.raises(AmpoptError, match=r"the opening has broken .*assert triggered.*'good'.*'better'"):
         bench.manager.try_together(bench.state, "the opening", [GOOD, Planted("better")], bench.deadline)
 
