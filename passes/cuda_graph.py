@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
+from ampopt.engines.graph_capture import may_have_other_plans
 from ampopt.ir.graph import aten, calls, dtype_of
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
@@ -24,8 +25,8 @@ class CudaGraph(Pass):
     to the host, because neither can be captured.
     Correct because: a replay launches the same kernels with the same arguments in the same order, but for the
     addresses of inputs and outputs, which are changed to the caller's; that this is right is tried once.
-    Where cuDNN's algorithms are searched, the capture finds its own, which may round differently than those
-    before it.
+    Where cuDNN's algorithms are searched, or were in this thread, the capture finds its own, which may round
+    differently than those before it.
     Cost: the memory of the captured run stays allocated.
     """
 
@@ -35,7 +36,7 @@ class CudaGraph(Pass):
 
     def numerics_on(self, program: Program) -> Numerics:
         """Bitwise, unless the capture selects cuDNN algorithms again."""
-        return Numerics.REASSOCIATED if program.settings.search_algorithms else self.numerics
+        return Numerics.REASSOCIATED if may_have_other_plans(program) else self.numerics
 
     def why_not(self, program: Program) -> str | None:
         """Declines operators that cannot be captured, by their tags."""

@@ -99,8 +99,12 @@ def as_captured(program: Program, work: Callable[[], Result]) -> Result:
     """
     if program.settings.search_algorithms:
         return flags.work_elsewhere(_search_thread, work)
-    has_searched = program.lane.dtype in flags.searched.dtypes
-    return flags.work_elsewhere(_plain_thread, work) if has_searched else work()
+    return flags.work_elsewhere(_plain_thread, work) if may_have_other_plans(program) else work()
+
+
+def may_have_other_plans(program: Program) -> bool:
+    """Whether a program may be captured with other algorithms of cuDNN than it runs with in this thread."""
+    return program.settings.search_algorithms or program.lane.dtype in flags.searched.dtypes
 
 
 def capture_program(

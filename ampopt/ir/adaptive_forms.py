@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from ampopt.errors import ExportError
 from ampopt.ir.deciding_forms import Call
-from ampopt.ir.graph import arguments, aten, reads_result, replace, where
+from ampopt.ir.graph import arguments, aten, reads_result, replace_result, where
 
 _OF_MEANS = (
     *(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
@@ -83,7 +83,7 @@ def _maxima(call: Call, node: fx.Node) -> None:
     if reads_result(node, 1):
         raise ExportError(f"ONNX has no pooling to a size that tells places, and sizes vary: {where(node)}")
     for reader in list(node.users):
-        replace(reader, call(maxima_of_windows, values["self"], values["output_size"]))
+        replace_result(reader, call(maxima_of_windows, values["self"], values["output_size"]))
 
 
 def _is_of_all(values: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from ampopt.ir.graph import arguments, aten, dtype_of, replace
+from ampopt.ir.graph import arguments, aten, dtype_of, replace_result
 
 Call = Callable[..., Any]
 """Makes the node of a new call from an operator and its arguments."""
@@ -100,7 +100,7 @@ def _place_beside(call: Call, node: fx.Node) -> None:
         if reader.target is operator.getitem and reader.args[1] == 1:
             found = _first_of(call, target, values["self"], values["dim"], values["keepdim"])
             if found is not None:
-                replace(reader, found)
+                replace_result(reader, found)
 
 
 def _first_of(call: Call, target: Any, source: fx.Node, dim: int | None, keepdim: bool) -> Any:

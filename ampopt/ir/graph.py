@@ -166,6 +166,13 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
+def replace_result(old: fx.Node, new: fx.Node) -> None:
+    """`replace`, with what was recorded of the tensor of `old`: another rewrite may ask what it reads."""
+    if "tensor_meta" in old.meta:
+        new.meta["tensor_meta"] = old.meta["tensor_meta"]
+    replace(old, new)
+
+
 def _read_only_by(node: fx.Node) -> set[fx.Node]:
     """A node that nobody reads any more, and the calls and weights that nobody else needs."""
     unread, todo = {node}, [node]

@@ -3,8 +3,9 @@
 torch.onnx knows `sort` and `topk` alone. A median of a few frames filters a robot's sensors.
 
 Correct because: ONNX's TopK, which it makes of both, puts the lower place first of equal values, so that it
-is stable in either direction; the last of the k smallest is the k-th, where infinity stands for NaN, which is
-the largest to PyTorch; its median is the lower of two middle numbers, or NaN at the first place of one. The
+is stable in either direction, and bytes are in the order of the booleans that they are made of; the last of
+the k smallest is the k-th, where infinity stands for NaN, which is the largest to PyTorch, and a place of its
+own is found for either; its median is the lower of two middle numbers, or NaN at the first place of one. The
 size of a median's dimension must not vary.
 """
 
@@ -15,16 +16,28 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from ampopt.ir.deciding_forms import Call
-from ampopt.ir.graph import arguments, aten, dtype_of, replace, shape_of
+from ampopt.ir.graph import arguments, aten, dtype_of, replace_result, shape_of
 
 
 def _stable(call: Call, node: fx.Node) -> Any:
-    target = aten.sort.default if node.target is aten.sort.stable else aten.argsort.default
     values = arguments(node)
-    return call(target, values["self"], values["dim"], values["descending"])
+    source, order = values["self"], (values["dim"], values["descending"])
+    is_bool = dtype_of(source) is torch.bool
+    wide = call(aten._to_copy.default, source, dtype=torch.uint8) if is_bool else source
+    if node.target is aten.argsort.stable:
+        return call(aten.argsort.default, wide, *order)
+    if not is_bool:
+        return call(aten.sort.default, source, *order)
+    found = call(aten.sort.default, wide, *order)
+    for reader in list(node.users):
+        part = call(operator.getitem, found, reader.args[1])
+        is_value = reader.args[1] == 0
+        replace_result(reader, call(aten._to_copy.default, part, dtype=torch.bool) if is_value else part)
+    return None
 
 
 def _kth_value(call: Call, node: fx.Node) -> None:
@@ -34,21 +47,34 @@ def _kth_value(call: Call, node: fx.Node) -> None:
         return
     value, place = _smallest(call, source, source, k, dim)
     if dtype_of(source).is_floating_point:
-        numbers = call(aten.logical_not.default, call(aten.isnan.default, source))
-        count = call(aten.sum.dim_IntList, numbers, [dim], True)
-        value = call(aten.masked_fill.Scalar, value, call(aten.lt.Scalar, count, k), math.nan)
+        is_nan = call(aten.isnan.default, source)
+        count = call(aten.sum.dim_IntList, call(aten.logical_not.default, is_nan), [dim], True)
+        is_missing = call(aten.lt.Scalar, count, k)
+        for is_one, are_such in (
+            (call(aten.eq.Scalar, value, math.inf), call(aten.eq.Scalar, source, math.inf)),
+            (is_missing, is_nan),
+        ):
+            place = call(aten.where.self, is_one, _first(call, source, are_such, dim), place)
+        value = call(aten.masked_fill.Scalar, value, is_missing, math.nan)
     _give(call, node, value, place)
+
+
+def _first(call: Call, like: fx.Node, marks: Any, dim: int) -> Any:
+    """The place of the first mark."""
+    return call(aten.argmax.default, call(aten._to_copy.default, marks, dtype=dtype_of(like)), dim, True)
 
 
 def _median(call: Call, node: fx.Node) -> None:
     values = arguments(node)
     source, dim = values["self"], values["dim"]
-    if shape_of(source):
+    if math.prod(shape_of(source)) and shape_of(source):
         _give(call, node, *_middle(call, source, source, dim, shape_of(source)[dim]))
 
 
 def _median_of_all(call: Call, node: fx.Node) -> Any:
     source = arguments(node)["self"]
+    if not math.prod(shape_of(source)):
+        return None
     flat = call(aten.reshape.default, source, [-1])
     value, _ = _middle(call, source, flat, 0, math.prod(shape_of(source)))
     return call(aten.squeeze.dim, value, 0)
@@ -62,9 +88,8 @@ def _middle(call: Call, like: fx.Node, numbers: Any, dim: int, size: int) -> tup
         return value, place
     is_nan = call(aten.isnan.default, numbers)
     has_nan = call(aten.any.dim, is_nan, dim, True)
-    first = call(aten.argmax.default, call(aten._to_copy.default, is_nan, dtype=dtype_of(like)), dim, True)
     value = call(aten.masked_fill.Scalar, value, has_nan, math.nan)
-    return value, call(aten.where.self, has_nan, first, place)
+    return value, call(aten.where.self, has_nan, _first(call, like, is_nan, dim), place)
 
 
 def _smallest(call: Call, like: fx.Node, numbers: Any, k: int, dim: int) -> tuple[Any, Any]:
@@ -82,7 +107,7 @@ def _give(call: Call, node: fx.Node, value: Any, place: Any) -> None:
     values = arguments(node)
     for reader in list(node.users):
         found = (value, place)[reader.args[1]]  # type: ignore[index]
-        replace(reader, found if values["keepdim"] else call(aten.squeeze.dim, found, values["dim"]))
+        replace_result(reader, found if values["keepdim"] else call(aten.squeeze.dim, found, values["dim"]))
 
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from ampopt.ir.deciding_forms import Call
-from ampopt.ir.graph import arguments, aten, replace, shape_of
+from ampopt.ir.graph import arguments, aten, replace_result, shape_of
 
 _END = 2**63 - 1
 
@@ -47,7 +47,7 @@ def _projected(call: Call, node: fx.Node) -> None:
         steps = call(aten.transpose.int, steps, 0, 1)
     made = steps, call(aten.cat.default, hidden), call(aten.cat.default, cells)
     for reader in list(node.users):
-        replace(reader, made[reader.args[1]])  # type: ignore[index]
+        replace_result(reader, made[reader.args[1]])  # type: ignore[index]
 
 
 def _layer(

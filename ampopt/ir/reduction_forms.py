@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ampopt.ir.deciding_forms import Call
-from ampopt.ir.graph import arguments, aten, dtype_of, replace, shape_of
+from ampopt.ir.graph import arguments, aten, dtype_of, replace_result, shape_of
 
 _SHORT = (torch.bool, torch.uint8, torch.int8, torch.int16)
 """Dtypes in which ONNX adds and multiplies nothing."""
@@ -63,7 +63,7 @@ def _both_extremes(call: Call, node: fx.Node) -> None:
     dims = None if values["dim"] is None else [values["dim"]]
     for reader in list(node.users):
         target = (aten.amin.default, aten.amax.default)[reader.args[1]]  # type: ignore[index]
-        replace(reader, _extreme_of(call, target, values["self"], dims, values["keepdim"]))
+        replace_result(reader, _extreme_of(call, target, values["self"], dims, values["keepdim"]))
 
 
 def _sum_of_numbers(call: Call, node: fx.Node) -> Any:

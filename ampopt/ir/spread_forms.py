@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ampopt.ir.deciding_forms import Call
-from ampopt.ir.graph import arguments, aten, dtype_of, replace, shape_of
+from ampopt.ir.graph import arguments, aten, dtype_of, replace_result, shape_of
 
 LARGE, SMALL = 1e10, 1e-10
 """The squares of what lies between, and of its roundings, are numbers of float32."""
@@ -100,7 +100,7 @@ def _spread_and_mean(call: Call, node: fx.Node) -> None:
         return
     for reader in list(node.users):
         is_mean = reader.args[1] == 1
-        replace(reader, scaled.mean() if is_mean else scaled.spread(_WITH_MEAN[node.target]))
+        replace_result(reader, scaled.mean() if is_mean else scaled.spread(_WITH_MEAN[node.target]))
 
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {

@@ -47,7 +47,7 @@ from ampopt.ir.graph import (
     dtype_of,
     finish,
     insert_call,
-    replace,
+    replace_result,
     shape_of,
 )
 from ampopt.ir.reduction_forms import added
@@ -86,9 +86,7 @@ def with_forms(module: fx.GraphModule, examples: Sequence[Tensor], forms: Forms)
 
         form = forms[node.target](call, node)
         if form is not None:
-            if "tensor_meta" in node.meta:  # another form may ask what it reads
-                form.meta["tensor_meta"] = node.meta["tensor_meta"]
-            replace(node, form)
+            replace_result(node, form)
     known = {name for name, _ in module.named_buffers()}
     for name, constant in list(changed.named_buffers()):
         if name not in known and examples:

@@ -201,7 +201,10 @@ class _Reordered(fx.Interpreter):
             return result
         rows = values.movedim(given["dim"], -1)
         if n.target in _CHOOSING:
-            return self._chosen_anew(rows, result[0], given["dim"], keepdim=given["keepdim"])
+            number = {aten.kthvalue.default: given.get("k"), aten.median.dim: (rows.shape[-1] + 1) // 2}
+            return self._chosen_anew(
+                rows, result[0], given["dim"], number.get(n.target), keepdim=given["keepdim"]
+            )
         places = self._order(rows, descending=given.get("largest", given.get("descending", False)))
         places = places[..., : given.get("k")]
         found = [rows.gather(-1, places).movedim(-1, given["dim"]), places.movedim(-1, given["dim"])]
@@ -215,13 +218,21 @@ class _Reordered(fx.Interpreter):
         order = rows[..., shuffled].argsort(dim=-1, descending=descending, stable=True)
         return shuffled[order]
 
-    def _chosen_anew(self, rows: Tensor, chosen: Tensor, dim: int, *, keepdim: bool) -> tuple[Tensor, Tensor]:
-        """A value as good as equal to the one that was chosen of each row, and its place."""
+    def _chosen_anew(
+        self, rows: Tensor, chosen: Tensor, dim: int, number: int | None, *, keepdim: bool
+    ) -> tuple[Tensor, Tensor]:
+        """A value as good as equal to the one that was chosen of each row, and its place.
+
+        Without a generator that of this number in order, or the first where none is given, or NaN chosen.
+        """
         own = (chosen if keepdim else chosen.unsqueeze(dim)).movedim(dim, -1)
         is_alike = (rows == own) | (rows.isnan() & own.isnan())
         if rows.is_floating_point():
             is_alike = is_alike | ((rows.double() - own.double()).abs() <= self._far(rows))
         place = (is_alike * (2.0 - self._random(rows.shape, rows))).argmax(-1, keepdim=True)
+        if self._generator is None and number is not None:
+            at_number = rows.argsort(dim=-1, stable=True)[..., number - 1 : number]
+            place = torch.where(own.isnan(), place, at_number)
         found = (each.movedim(-1, dim) for each in (rows.gather(-1, place), place))
         return tuple(each if keepdim else each.squeeze(dim) for each in found)  # type: ignore[return-value]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import pickletools
 
@@ -10,14 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.ir.pickled import write_pickle
+from ampopt.ir.pickled import pickled
 from tests.support.planted import captured_of
-
-
-def pickled(value: object) -> bytes:
-    file = io.BytesIO()
-    write_pickle(value, file)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize(
