@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ampopt.errors import AmpoptError
-from tests.helpers import Model
+from ampopt.ir.graph import calls
+from ampopt.ir.order_forms import FORMS
+from tests.helpers import Model, program_of
 from tests.support.exporting import export, run
 from tests.support.side_by_side import results_by_name, side_by_side
 
@@ -103,6 +105,12 @@ def test_results_are_pytorchs(functions: Functions, x: Tensor, tmp_path: Path) -
         assert mine.dtype is wanted.dtype, name
         far = 1e-6 if name in FOLLOWED else 0.0
         torch.testing.assert_close(mine, wanted, rtol=far, atol=far, equal_nan=True, msg=name)
+
+
+def test_every_form_is_used() -> None:
+    functions = (STABLE | AT_A_PLACE).values()
+    graph = program_of(Model(lambda m, x: [f(x) for f in functions]).eval(), X).graph
+    assert {node.target for node in calls(graph, FORMS)} == FORMS.keys()
 
 
 def test_places_among_equal_numbers_are_in_an_order_that_a_file_may_have(tmp_path: Path) -> None:

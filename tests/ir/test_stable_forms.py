@@ -15,6 +15,7 @@ from ampopt.ir import (
     deciding_forms,
     loss_forms,
     matrix_forms,
+    order_forms,
     pooling_forms,
     recurrent_forms,
     reduction_forms,
@@ -172,6 +173,7 @@ def test_every_form_is_used_by_one_of_these() -> None:
     other = deciding_forms.FORMS.keys() | resize_forms.FORMS.keys() | pooling_forms.FORMS.keys()
     other |= reduction_forms.FORMS.keys() | loss_forms.FORMS.keys() | spread_forms.FORMS.keys()
     other |= similarity_forms.FORMS.keys() | recurrent_forms.FORMS.keys() | matrix_forms.FORMS.keys()
+    other |= order_forms.FORMS.keys()
     other |= {aten.mean.default, aten.softmax.int, aten.log_softmax.int}  # of integers, see `integer_forms`
     assert {node.target for node in calls(graph, FORMS)} - other == FORMS.keys() - other
 
