@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ampopt.engines.branches import branched, plan
-from ampopt.engines.graph_capture import may_have_other_plans
 from ampopt.engines.streams import Branched, cuda_streams
 from ampopt.ir.graph import calls, where
 from ampopt.ir.operator_list import why_not_call
@@ -51,7 +50,7 @@ class ParallelBranches(Engine):
 
     def numerics_on(self, program: Program) -> Numerics:
         """Bitwise, unless cuDNN algorithms are searched while other branches run."""
-        return Numerics.REASSOCIATED if may_have_other_plans(program) else self.numerics
+        return Numerics.REASSOCIATED if program.settings.search_algorithms else self.numerics
 
     def why_not(self, program: Program) -> str | None:
         """See the class."""

@@ -26,6 +26,7 @@ os.environ["AMPOPT_CACHE"] = ""
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from ampopt.system import flags  # noqa: E402
 from ampopt.system.cache_folder import cache_folder  # noqa: E402
 from tests.engine_fixtures import all_kept, fast, few_samples, model, quick, through_dynamo  # noqa: E402, F401
 
@@ -78,6 +79,12 @@ def _code_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("ampopt.system.native.cache_folder", lambda: cache_folder() or shared)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_searched_plans() -> None:
+    """No test is told that one before it has searched cuDNN's plans in this thread."""
+    flags.searched.dtypes.clear()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import logging
@@ -24,6 +23,7 @@ from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Program
 from ampopt.ir.signature import tensor_key
+from ampopt.system.interrupts import check_interrupted
 
 logger = logging.getLogger("ampopt")
 
@@ -231,20 +231,25 @@ class CapturedGraph:
         """Values for the inputs that are not the examples': NaN, or 0 in dtypes that have none.
 
         Where they may lead to an index out of range, which would end the CUDA context, the first that do not.
-        Raises RuntimeError if there are none.
+        Raises RuntimeError, which says what came of each, if there are none.
         """
         if not may_assert(self._program):
             return [_spoilt(tensor) for tensor in self._inputs]
-        plain = self._program.replace(engine=None)
+        plain, reasons = self._program.replace(engine=None), list[str]()
         for way in (_spoilt, torch.zeros_like, lambda tensor: tensor.flip([*range(tensor.dim())])):
             others = [way(tensor) for tensor in self._inputs]
             pairs = zip(others, self._inputs, strict=True)
             if any(_has_nan(mine) and mine.numel() and same_tensor(mine, its) for mine, its in pairs):
                 continue
-            with contextlib.suppress(Exception), asserts_raised(self._program.device):
-                plain.run(*map(torch.clone, others))
+            try:
+                with asserts_raised(self._program.device):
+                    plain.run(*map(torch.clone, others))
+            except Exception as error:
+                check_interrupted(error)
+                reasons.append(first_line(error))
+            else:
                 return others
-        raise RuntimeError("it cannot be called with other values, which lead to an index out of range")
+        raise RuntimeError(f"no other values are known that it can be called with: {'; '.join(reasons)}")
 
     def _why_not_moved(self, expected: Sequence[Tensor], examples: Sequence[Tensor]) -> str | None:
         """Launch on other memory, while the graph's own inputs are spoiled; why that is not right, if so.

@@ -40,9 +40,8 @@ _OF_ONE_DTYPE: dict[object, tuple[str, ...]] = {
 """Operators that refuse numbers of different dtypes, and the arguments that are meant.
 
 Found by calling all of PyTorch's operators under a CPU's autocast with one of their tensors in bfloat16.
-On a GPU autocast itself widens some of them, and lowers `mv` and `addmv`: there the casts do what it does.
+On a GPU autocast widens some of them itself, and lowers `mv` and `addmv` whatever they are given.
 """
-
 
 _LOWERED = frozenset(
     {aten.inner.default, aten.tensordot.default, aten.mv.default, aten.addmv.default, aten.dot.default}

@@ -128,7 +128,7 @@ class Trials:
             logger.debug("pass %s failed", name, exc_info=True)
             trial.program = None
             self.end(trial, Verdict.FAILED, first_line(error))
-            self._check_device(name, of)
+            self._check_device(name, of or state.graph.program.recipe)
         return trial
 
     def leave_out(self, state: LaneState, name: str, reason: str) -> None:
@@ -311,7 +311,7 @@ class Trials:
         try:
             synchronize(self.captured.device)
         except Exception as error:
-            without = argument("exclude", [step.name for step in of] or ["…"])
+            without = argument("exclude", [step.name for step in of])
             raise AmpoptError(
                 f"{name} has broken this process's CUDA context ({first_line(error)}): leave out what does "
                 f"with {without}, in a new process"

@@ -16,7 +16,6 @@ from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.transform import Numerics, Pass, Result
 from ampopt.passes import AllowTf32, BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
-from ampopt.system import flags
 from tests.helpers import FP16, Model, apply_to_untouched, check_pass, error_of, program_of, with_statistics
 
 CUDA = torch.device("cuda")
@@ -162,7 +161,6 @@ def test_on_a_gpu_error_of_runs_the_captured_graph() -> None:
 def test_every_bit_stays_unless_algorithms_are_searched_at_the_capture() -> None:
     program = program_of(nn.Linear(3, 2), torch.randn(1, 3))
     searching = program.replace(settings=Settings(search_algorithms=True))
-    flags.searched.dtypes.clear()
     assert CudaGraph().numerics_on(program) is Numerics.BITWISE
     assert CudaGraph().numerics_on(searching) is Numerics.REASSOCIATED
     searching.run(torch.randn(1, 3))  # this thread may keep its plans: a capture is made in another one

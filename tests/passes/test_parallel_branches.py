@@ -19,7 +19,6 @@ from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.transform import Numerics, Pass, Result
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn, ParallelBranches
-from ampopt.system import flags
 from tests.helpers import (
     BF16,
     FP16,
@@ -252,7 +251,6 @@ def test_a_single_stream_is_declined() -> None:
 def test_every_bit_stays_unless_algorithms_are_searched() -> None:
     program = program_of(nn.Linear(3, 2), torch.randn(1, 3))
     searching = program.replace(settings=Settings(search_algorithms=True))
-    flags.searched.dtypes.clear()
     assert ParallelBranches().numerics_on(program) is Numerics.BITWISE
     assert ParallelBranches().numerics_on(searching) is Numerics.REASSOCIATED
 
