@@ -27,7 +27,7 @@ from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import map_tensors
 from ampopt.ir.transform import Pass
-from ampopt.measure.clocks import latency
+from ampopt.measure.clocks import latency, settled_latency
 from ampopt.measure.sampling import Measurement, gain, interleave
 from ampopt.passes import BakeAutocast
 from ampopt.system import flags
@@ -137,9 +137,9 @@ class Case:
         elsewhere: Executor | None = None,
     ) -> Counterfactual:
         """Run and time two ways in turn; with `elsewhere`, the second one in its thread."""
-        changed = latency(after, self.device)
+        changed = settled_latency(after, self.device)
         samplers = {
-            "before": latency(before, self.device),
+            "before": settled_latency(before, self.device),
             "after": changed if elsewhere is None else lambda: flags.work_elsewhere(elsewhere, changed),
         }
         found = interleave(samplers, seconds=seconds, least=LEAST, most=MOST)

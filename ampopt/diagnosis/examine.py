@@ -16,7 +16,7 @@ from ampopt.errors import AmpoptError, CaptureError, InputError, LackError, firs
 from ampopt.ir.capture import capture
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.narrow_convs import why_it_may_crash
-from ampopt.measure.clocks import device_time, latency, seconds_once_loaded
+from ampopt.measure.clocks import device_time, seconds_once_loaded, settled_latency
 from ampopt.measure.sampling import Sampler, interleave
 from ampopt.search.trials import Progress
 from ampopt.system.budget import Budget
@@ -116,7 +116,7 @@ def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
             continue
         if not samplers:
             fp32_s = seconds
-        samplers[lane.name] = latency(call, case.device, last_s=seconds)
+        samplers[lane.name] = settled_latency(call, case.device, last_s=seconds)
     try:
         case.latency = interleave(samplers, seconds=EAGER_S, least=6, most=200)
     except Exception as error:

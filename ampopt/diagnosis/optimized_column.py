@@ -14,7 +14,7 @@ from ampopt.diagnosis.operators import Kernel, Spent
 from ampopt.diagnosis.own_program import OwnKernel, own_kernels
 from ampopt.errors import InputError, first_line
 from ampopt.ir.signature import describe
-from ampopt.measure.clocks import latency
+from ampopt.measure.clocks import settled_latency
 from ampopt.measure.sampling import interleave
 from ampopt.system.interrupts import check_interrupted
 from ampopt.system.wording import argument
@@ -40,7 +40,7 @@ def check_optimized(module: object, case: Case) -> OptimizedModule:
 
 def add_optimized(case: Case, module: OptimizedModule) -> tuple[OwnKernel, ...]:
     """Time the module, attribute its kernels, and give the layers their column; what fails is a note."""
-    sampler = latency(lambda: module(*case.args, **case.kwargs), case.device)
+    sampler = settled_latency(lambda: module(*case.args, **case.kwargs), case.device)
     timed = interleave({OPTIMIZED: sampler}, seconds=SECONDS, least=LEAST, most=MOST)
     case.latency = {**case.latency, **timed}
     case.read_usage(OPTIMIZED, lambda: module(*case.args, **case.kwargs), timed[OPTIMIZED].median)

@@ -17,7 +17,7 @@ from ampopt.diagnosis.operators import kernels_s
 from ampopt.errors import first_line, is_passing
 from ampopt.ir.lanes import Lane
 from ampopt.ir.signature import flatten_call, map_tensors, tensors_of
-from ampopt.measure.clocks import latency
+from ampopt.measure.clocks import settled_latency
 from ampopt.measure.sampling import Measurement, Sampler, interleave
 from ampopt.system.interrupts import check_interrupted
 
@@ -79,7 +79,7 @@ def sweep(
         try:
             own_args, own_kwargs = of_batch(args, kwargs, batch)
             calls = {lane.name: eager_call(model, own_args, own_kwargs, device, lane) for lane in lanes}
-            samplers = {name: latency(call, device) for name, call in calls.items()}
+            samplers = {name: settled_latency(call, device) for name, call in calls.items()}
             if optimized is not None:
                 samplers[OPTIMIZED] = _of_optimized(optimized, own_args, own_kwargs, device)
                 left_s = seconds - (time.perf_counter() - started)
@@ -104,7 +104,7 @@ def _of_optimized(
     module: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> Sampler:
     module(*args, **kwargs)
-    return latency(lambda: module(*args, **kwargs), device)
+    return settled_latency(lambda: module(*args, **kwargs), device)
 
 
 def of_batch(

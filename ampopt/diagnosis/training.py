@@ -32,7 +32,7 @@ from ampopt.diagnosis.training_step import (
 from ampopt.diagnosis.watch import Watched
 from ampopt.errors import InputError, first_line
 from ampopt.ir.lanes import Lane
-from ampopt.measure.clocks import latency, synchronize
+from ampopt.measure.clocks import settled_latency, synchronize
 from ampopt.measure.sampling import Measurement, Sampler, gain, interleave
 from ampopt.search.trials import Progress
 from ampopt.system.budget import Budget
@@ -160,7 +160,7 @@ def _measure(case: TrainingCase, tell: Progress) -> None:
             continue
         if name == "fp32" and case.step is None and isinstance(trained := steps[name], Training):
             case.spare = _spare(trained)
-        samplers[name] = latency(steps[name], case.device, last_s=each_s[name])
+        samplers[name] = settled_latency(steps[name], case.device, last_s=each_s[name])
     tell("all", "training steps")
     seconds = min(STEPS_S, max(case.budget.left_s / 2, 0.0))
     found = interleave(samplers, seconds=seconds, least=LEAST, most=MOST)

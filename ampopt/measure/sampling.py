@@ -201,19 +201,24 @@ def latency(
     *,
     long_s: float = LONG_CALL_S,
     last_s: float = 0.0,
+    settle_s: float = 0.0,
 ) -> Sampler:
     """A sampler of the latency of one call and of `synchronize`, by the host's clock.
 
     An untimed call runs before each timed one, so that the caches hold the subject's own data and not that of
-    other subjects; from `long_s` on, caches do not matter. `last_s` is the time of the last call before
-    these, if known.
+    other subjects; from `long_s` on, caches do not matter. With `settle_s`, untimed calls run for as many
+    seconds. `last_s` is the time of the last call before these, if known.
     """
     last = last_s
 
     def sample() -> float:
         nonlocal last
         if last < long_s:
+            settled = time.perf_counter() + settle_s
             call()
+            while time.perf_counter() < settled:
+                synchronize()
+                call()
         synchronize()
         start = time.perf_counter()
         call()

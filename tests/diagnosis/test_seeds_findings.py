@@ -83,7 +83,7 @@ def test_s4_small_kernels_and_casts_and_from_which_batch_on_amp_pays() -> None:
     found = diagnosed("mnist-b512", batches=(64, 512, 4096, 16384))
     named = {(each.name, each.lane): each for each in found.findings}
     pays = found.latency["amp"].median < found.latency["fp32"].median  # by the host, more than by the GPU
-    by_the_gpu = ("amp-pays", "allow-tf32") if pays else ("amp-harmful",)  # where a fast host leaves small gaps
+    by_the_gpu = ("amp-pays", "allow-tf32") if pays else ("amp-harmful",)  # on a fast host
     assert found.findings[0].name in ("launch-bound", *by_the_gpu)
     first = next(each for each in found.findings if each.lane == "amp")
     assert first.name in ("launch-bound", "autocast-casts", "amp-harmful")

@@ -160,6 +160,21 @@ def test_a_call_that_was_long_is_timed_without_another_before_it(last_s: float, 
     assert len(made) == calls
 
 
+@pytest.mark.parametrize(("settle_s", "last_s", "calls"), [(0.0, 0.0, 2), (5.0, 0.0, 6), (5.0, 9.0, 1)])
+def test_a_call_settles_before_it_is_timed(
+    settle_s: float, last_s: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, made = 0.0, 0
+
+    def call() -> None:
+        nonlocal now, made
+        now, made = now + 1.0, made + 1
+
+    monkeypatch.setattr("ampopt.measure.sampling.time.perf_counter", lambda: now)
+    seconds = latency(call, long_s=2.0, last_s=last_s, settle_s=settle_s)()
+    assert (seconds, made) == (1.0, calls)
+
+
 def test_rounds_end_with_the_time_or_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
