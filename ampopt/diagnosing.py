@@ -111,7 +111,7 @@ def diagnose(
         InputError: an argument is invalid, the arguments do not fit the model, or it fails when it is called
         again; PyTorch's profiler is recording. Interrupted: Ctrl-C was pressed.
     """
-    started = time.perf_counter()
+    started, load = time.perf_counter(), load_now()
     with interruptible():
         progress = progress_flag(progress)
         refuse_more(more)
@@ -158,6 +158,7 @@ def diagnose(
                 budget=budget,
                 first_call_s=first_s,
                 refilled=refilled,
+                load=load,
             )
             rows: list[BatchRow] = []
             own: tuple[OwnKernel, ...] = ()
@@ -180,9 +181,7 @@ def diagnose(
             if module is not None:
                 tell("all", "optimized program")
                 own = add_optimized(case, module)
-    load = load_now()
-    busy = f"the machine is busy ({load}): these are its times" if load and load.is_high else None
-    notes = [told for told in (wrapped, note, mode_note(model, "measured"), busy) if told]
+    notes = [told for told in (wrapped, note, mode_note(model, "measured")) if told]
     release(where)
     return Diagnosis(
         model=type(model).__name__,

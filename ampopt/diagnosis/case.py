@@ -28,6 +28,7 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import map_tensors
 from ampopt.ir.transform import Pass
 from ampopt.measure.clocks import latency, settled_latency
+from ampopt.measure.headline import Load
 from ampopt.measure.sampling import Measurement, gain, interleave
 from ampopt.passes import BakeAutocast
 from ampopt.system import flags
@@ -65,6 +66,8 @@ class Case:
     budget: Budget
     first_call_s: float = 0.0
     refilled: Refilled | None = None
+    load: Load | None = None
+    """Of other work on the machine: as it was before anything was measured."""
     program: Program | None = None
     not_a_graph: str | None = None
     lanes: dict[str, Lane] = dataclasses.field(default_factory=dict)
@@ -88,6 +91,11 @@ class Case:
     def eager(self, lane: Lane = FP32) -> Callable[[], object]:
         """A call of a copy of the model in a lane."""
         return eager_call(self.original, self.args, self.kwargs, self.device, lane)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other work took more than the machine has cores; False if the system does not tell."""
+        return self.load is not None and self.load.is_high
 
     def start(self, lane: Lane) -> Program | None:
         """The captured graph as a lane starts with it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ampopt.diagnosis.case import Case, eager_call, trained_as
 from ampopt.diagnosis.finding import Finding, milliseconds, ranked
-from ampopt.diagnosis.findings import FINDINGS
+from ampopt.diagnosis.findings import in_order
 from ampopt.diagnosis.layers import layers_of, without_tensor_cores
 from ampopt.diagnosis.operators import Spent, profiled
 from ampopt.diagnosis.work import works
@@ -68,7 +68,7 @@ def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
 def find_all(case: Case, tell: Progress) -> tuple[Finding, ...]:
     """Every finding, ranked; what fails while it looks is a note."""
     found: list[Finding] = []
-    for find in FINDINGS:
+    for find in in_order(is_busy=case.is_busy):
         name = find.__module__.rpartition(".")[2].replace("_", "-")
         tell("all", name)
         try:

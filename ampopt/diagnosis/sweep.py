@@ -17,7 +17,7 @@ from ampopt.diagnosis.operators import kernels_s
 from ampopt.errors import first_line, is_passing
 from ampopt.ir.lanes import Lane
 from ampopt.ir.signature import flatten_call, map_tensors, tensors_of
-from ampopt.measure.clocks import settled_latency
+from ampopt.measure.clocks import SETTLE_S, settled_latency
 from ampopt.measure.sampling import Measurement, Sampler, interleave
 from ampopt.system.interrupts import check_interrupted
 
@@ -74,7 +74,8 @@ def sweep(
     started, last_batch, last_s = time.perf_counter(), max(_batch_of(args, kwargs), 1), example_s
     for place, batch in enumerate(sorted(batches)):
         left_s = seconds - (time.perf_counter() - started)
-        if (2 * LEAST + 1) * last_s * batch / last_batch > left_s:
+        settling_s = LEAST * SETTLE_S * (len(lanes) + (optimized is not None))
+        if (2 * LEAST + 1) * last_s * batch / last_batch + settling_s > left_s:
             return rows, f"the batch sweep ended before {batch}: its time was over"
         try:
             own_args, own_kwargs = of_batch(args, kwargs, batch)

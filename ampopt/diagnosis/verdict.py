@@ -14,7 +14,8 @@ def verdict(case: Case, findings: tuple[Finding, ...]) -> str:
     telling = next((each for each in findings if each.is_fault or each.share > 0), None)
     why = where_time_goes(case) if telling is None else f"{telling.says} [{telling.lane}]"
     ran = telling.counterfactual if telling is not None else None
-    return f"{', '.join(found)} a call: {why}{f'; {ran}' if ran is not None else ''}."
+    busy = f"the machine is busy ({case.load}), and these are its times: " if case.is_busy else ""
+    return f"{busy}{', '.join(found)} a call: {why}{f'; {ran}' if ran is not None else ''}."
 
 
 def where_time_goes(case: Case, lane: str = "fp32") -> str:

@@ -310,7 +310,7 @@ def test_the_sweep_has_the_optimized_program_after_it_has_taken_in_a_shape() -> 
         return x
 
     model = Model(lambda m, x: x * 2)
-    rows, ended = sweep(model, (torch.ones(1, 3),), {}, CPU, [FP32], [1, 2], 0.2, 0.0, optimized)
+    rows, ended = sweep(model, (torch.ones(1, 3),), {}, CPU, [FP32], [1, 2], 2.0, 0.0, optimized)
     assert ended is None
     assert [list(row.latency) for row in rows] == [["fp32", "optimized"]] * 2
     assert batches.count(2) > len(rows[1].latency["optimized"].samples)
