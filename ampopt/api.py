@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +34,7 @@ from ampopt.search.partly_optimized import PartlyOptimizedModule, as_it_was
 from ampopt.search.progress import ProgressLine, progress_line
 from ampopt.search.regions import PartwiseOptimizer
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.waiting_threads import one_thread_if_they_wait
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_CAPTURE,
@@ -177,7 +180,7 @@ def optimize(
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
         sandbox = Sandbox(target_of(model, example_inputs, given, device))
-    with sandbox:
+    with sandbox, contextlib.ExitStack() as threads:
         with interruptible():
             if _rehearses(options):
                 sandbox.prepare()  # it loads its libraries during the first call and the capture
@@ -188,12 +191,17 @@ def optimize(
             except UncopyableError as error:
                 return _served_itself(model, example_inputs, given, device, options, error, started)
             call_s = _seconds_of_a_slow_call(original, args, kwargs, options, started)
+            busy = None
+            if call_s is not None:
+                again = functools.partial(seconds_of_a_call, original, args, kwargs, options.budget_s)
+                waiting = one_thread_if_they_wait(call_s, sandbox.device, again)
+                call_s, busy = threads.enter_context(waiting)
             options = options.with_time_for(call_s or 0.0)
         where = sandbox.device
         with progress_line(progress, started, options.budget_s) as tell:
             result, options = _optimize(original, args, kwargs, options, started, tell, sandbox, call_s)
     result.strict = strict
-    notes = note, mode_note(model), io_note(original), _budget_note(options, call_s)
+    notes = busy, note, mode_note(model), io_note(original), _budget_note(options, call_s)
     result.report.notes[:0] = [told for told in notes if told]
     release(where)  # of what was tried and lost
     return result

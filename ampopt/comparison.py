@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +35,7 @@ from ampopt.search.program_store import ProgramStore
 from ampopt.search.progress import progress_line
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.tuning_cache import default_cache, key_of
+from ampopt.search.waiting_threads import one_thread_if_they_wait
 from ampopt.system.budget import calls_to_verify
 from ampopt.system.environment import environment
 from ampopt.system.exits import exits_refused
@@ -90,60 +93,63 @@ def compare(
     Interrupted if Ctrl-C is pressed before the first row. Later Ctrl-C leaves out the remaining rows.
     """
     started = time.perf_counter()
-    with interruptible():
-        options = Options(
-            precision=precision,
-            tolerance=tolerance,
-            policy=policy,
-            amp_dtype=amp_dtype,
-            exclude=exclude,
-            nan=nan,
-            passes=passes,
-        ).within(budget_s)
-        progress = progress_flag(progress)
-        refuse_more(more)
-        given = {} if example_kwargs is None else example_kwargs
-        original, args, kwargs, _ = prepare_call(model, example_inputs, given, device)
-        where, architecture = device_of(original, flatten_call(args, kwargs)[0]), architecture_of(original)
-        try:
-            captured = capture(original, args, kwargs, where)
-        except LackError as error:
-            raise InputError(str(error)) from error
-        except CaptureError as error:
-            raise InputError(f"compare needs a model that is one graph: {error}") from error
-        call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
-        options = options.with_time_for(call_s)
-        needed_s = [call_s * calls_to_verify(draws) for draws in range(DRAWS + 1)]
-        draws = max((n for n, s in enumerate(needed_s) if s <= VERIFYING * options.budget_s), default=0)
-        tolerance, faults = options.tolerance, options.nan
-        verifier = Verifier(original, captured, tolerance=tolerance, draws=draws, faults=faults)
-        notes = [note for note in (mode_note(model), captured.told) if note is not None]
-        lanes = dict.fromkeys(lanes_for(precision, where, amp_dtype), call_s)
-        if time.perf_counter() < started + options.budget_s:
-            lanes = judgeable(tuple(lanes), captured, verifier, options.budget_s, notes)
-    with (
-        progress_line(progress, started, options.budget_s) as tell,
-        Sandbox(where) as sandbox,
-        Ahead(sandbox) as ahead,
-    ):
-        choices = Choices(known_choices(captured, options), MEASURING * options.budget_s)
-        store = ProgramStore(
-            captured.program, verifier, ahead, choices, calls_to_check=calls_to_verify(draws)
-        )
-        for lane, seconds in lanes.items():
-            store.start(lane, seconds)
-        deadline = started + options.budget_s
-        plan = Plan(options.pipeline(), tuple(lanes))
-        comparer = Comparer(plan, store, device=where, started=started, deadline=deadline, tell=tell)
-        comparer.run()
-    inputs = tuple(describe(t) for t in captured.program.examples)
-    notes += comparer.notes()
-    rows, interrupted = comparer.rows(), comparer.interrupted
-    del comparer, store, ahead
-    release(where)
+    with contextlib.ExitStack() as threads:
+        with interruptible():
+            options = Options(
+                precision=precision,
+                tolerance=tolerance,
+                policy=policy,
+                amp_dtype=amp_dtype,
+                exclude=exclude,
+                nan=nan,
+                passes=passes,
+            ).within(budget_s)
+            progress = progress_flag(progress)
+            refuse_more(more)
+            given = {} if example_kwargs is None else example_kwargs
+            original, args, kwargs, _ = prepare_call(model, example_inputs, given, device)
+            where = device_of(original, flatten_call(args, kwargs)[0])
+            architecture = architecture_of(original)
+            try:
+                captured = capture(original, args, kwargs, where)
+            except LackError as error:
+                raise InputError(str(error)) from error
+            except CaptureError as error:
+                raise InputError(f"compare needs a model that is one graph: {error}") from error
+            again = functools.partial(seconds_of_a_call, original, args, kwargs, options.budget_s)
+            call_s, busy = threads.enter_context(one_thread_if_they_wait(again(), where, again))
+            options = options.with_time_for(call_s)
+            needed_s = [call_s * calls_to_verify(draws) for draws in range(DRAWS + 1)]
+            draws = max((n for n, s in enumerate(needed_s) if s <= VERIFYING * options.budget_s), default=0)
+            tolerance, faults = options.tolerance, options.nan
+            verifier = Verifier(original, captured, tolerance=tolerance, draws=draws, faults=faults)
+            notes = [note for note in (busy, mode_note(model), captured.told) if note is not None]
+            lanes = dict.fromkeys(lanes_for(precision, where, amp_dtype), call_s)
+            if time.perf_counter() < started + options.budget_s:
+                lanes = judgeable(tuple(lanes), captured, verifier, options.budget_s, notes)
+        with (
+            progress_line(progress, started, options.budget_s) as tell,
+            Sandbox(where) as sandbox,
+            Ahead(sandbox) as ahead,
+        ):
+            choices = Choices(known_choices(captured, options), MEASURING * options.budget_s)
+            store = ProgramStore(
+                captured.program, verifier, ahead, choices, calls_to_check=calls_to_verify(draws)
+            )
+            for lane, seconds in lanes.items():
+                store.start(lane, seconds)
+            deadline = started + options.budget_s
+            plan = Plan(options.pipeline(), tuple(lanes))
+            comparer = Comparer(plan, store, device=where, started=started, deadline=deadline, tell=tell)
+            comparer.run()
+        inputs, facts = tuple(describe(t) for t in captured.program.examples), environment(where)
+        notes += comparer.notes()
+        rows, interrupted = comparer.rows(), comparer.interrupted
+        del comparer, store, ahead
+        release(where)
     return Comparison(
         model=type(original).__name__,
-        environment=environment(where),
+        environment=facts,
         inputs=inputs,
         rows=rows,
         seconds=time.perf_counter() - started,
