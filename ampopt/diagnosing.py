@@ -128,7 +128,7 @@ def diagnose(
         if train:
             refuse_with_train(batches=sizes, trace=trace, optimized=optimized)
             call = example_inputs, given_kwargs
-            return diagnose_training(model, call, where, lanes[-1], asked, budget, progress, wrapped)
+            return diagnose_training(model, call, where, lanes[-1], asked, budget, progress, wrapped, load)
         asked.refuse_without_train()
         first_s = _first_call_s(model, example_inputs, given_kwargs, where)
         original, args, kwargs, note = prepare_call(model, example_inputs, given_kwargs, device)

@@ -24,6 +24,7 @@ from ampopt.errors import InputError
 from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import exact_copy, is_training, untouched_rng
 from ampopt.ir.signature import describe, flatten_call, tensors_of
+from ampopt.measure.headline import Load
 from ampopt.search.example_call import prepare_call
 from ampopt.search.progress import progress_line
 from ampopt.system.budget import Budget
@@ -65,11 +66,12 @@ def diagnose_training(
     budget: Budget,
     progress: bool | None,
     note: str | None,
+    load: Load | None,
 ) -> Diagnosis:
     """The diagnosis of a training step in FP32 and in a mixed `lane`; see `ampopt.diagnose`.
 
-    `call` are the example inputs and keyword arguments as they were given, `note` is one on the model. Raises
-    InputError.
+    `call` are the example inputs and keyword arguments as they were given, `note` is one on the model, `load`
+    that of other work on the machine. Raises InputError.
     """
     _, args, kwargs, told = prepare_call(model, call[0], call[1], device)
     subject = _subject(model, args, kwargs, asked)
@@ -83,7 +85,7 @@ def diagnose_training(
         called = watch(exact_copy(subject.model).to(device), *own_tensors(args, kwargs), device)
         tell("all", "ceilings")
         ceilings = measure_ceilings(device, lane.dtype)
-        case = TrainingCase(subject, device, lane, budget, called, asked.step)
+        case = TrainingCase(subject, device, lane, budget, called, asked.step, load)
         measure_training(case, tell)
         findings = ranked(find_in_training(case))
     release(device)

@@ -33,6 +33,7 @@ from ampopt.diagnosis.watch import Watched
 from ampopt.errors import InputError, first_line
 from ampopt.ir.lanes import Lane
 from ampopt.measure.clocks import settled_latency, synchronize
+from ampopt.measure.headline import Load
 from ampopt.measure.sampling import Measurement, Sampler, gain, interleave
 from ampopt.search.trials import Progress
 from ampopt.system.budget import Budget
@@ -79,7 +80,8 @@ class TrainingCase:
 
     `lane` is the mixed one; `times` are by the name of the way. `called` tells the lines that call modules,
     `spare` are the names of weights that get gradients and that the optimizer lacks; none with a step, which
-    may have other optimizers, and freeze weights.
+    may have other optimizers, and freeze weights. `load` is that of other work on the machine, as it was
+    before anything was measured.
     """
 
     subject: Subject
@@ -88,6 +90,7 @@ class TrainingCase:
     budget: Budget
     called: Watched
     step: UserStep | None = None
+    load: Load | None = None
     steps: WatchedSteps | None = None
     times: dict[str, StepTimes] = dataclasses.field(default_factory=dict)
     kernels: dict[str, list[Kernel]] = dataclasses.field(default_factory=dict)

@@ -13,6 +13,7 @@ from ampopt.diagnosis.findings.host_reads import at_first, told
 from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.step_findings import STEP_FINDINGS
 from ampopt.diagnosis.training import YOURS, TrainingCase
+from ampopt.diagnosis.verdict import on_which_machine
 from ampopt.errors import first_line
 from ampopt.measure.report import interval
 from ampopt.system.interrupts import check_interrupted
@@ -198,4 +199,5 @@ def verdict_of(case: TrainingCase, findings: tuple[Finding, ...]) -> str:
     goes = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items())
     why = f"{telling.says} [{telling.lane}]" if telling is not None else "nothing was found to be faster"
     ran = telling.counterfactual if telling is not None else None
-    return f"{taken} a training step ({goes}): {why}{f'; {ran}' if ran is not None else ''}."
+    taken += f" a training step{on_which_machine(case.load)}"
+    return f"{taken} ({goes}): {why}{f'; {ran}' if ran is not None else ''}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Finding, milliseconds
 from ampopt.diagnosis.layers import LITTLE
+from ampopt.measure.headline import Load
 
 
 def verdict(case: Case, findings: tuple[Finding, ...]) -> str:
@@ -14,8 +15,13 @@ def verdict(case: Case, findings: tuple[Finding, ...]) -> str:
     telling = next((each for each in findings if each.is_fault or each.share > 0), None)
     why = where_time_goes(case) if telling is None else f"{telling.says} [{telling.lane}]"
     ran = telling.counterfactual if telling is not None else None
-    busy = f"the machine is busy ({case.load}), and these are its times: " if case.is_busy else ""
-    return f"{busy}{', '.join(found)} a call: {why}{f'; {ran}' if ran is not None else ''}."
+    taken = f"{', '.join(found)} a call{on_which_machine(case.load)}"
+    return f"{taken}: {why}{f'; {ran}' if ran is not None else ''}."
+
+
+def on_which_machine(load: Load | None) -> str:
+    """Whose times a verdict tells, where the machine was busy; empty where it was not."""
+    return "" if load is None or not load.is_high else f" on a busy machine ({load})"
 
 
 def where_time_goes(case: Case, lane: str = "fp32") -> str:
