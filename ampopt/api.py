@@ -34,7 +34,7 @@ from ampopt.search.partly_optimized import PartlyOptimizedModule, as_it_was
 from ampopt.search.progress import ProgressLine, progress_line
 from ampopt.search.regions import PartwiseOptimizer
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.waiting_threads import one_thread_if_they_wait
+from ampopt.search.waiting_threads import fewer_threads_if_they_wait
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_CAPTURE,
@@ -194,7 +194,7 @@ def optimize(
             busy = None
             if call_s is not None:
                 again = functools.partial(seconds_of_a_call, original, args, kwargs, options.budget_s)
-                waiting = one_thread_if_they_wait(call_s, sandbox.device, again)
+                waiting = fewer_threads_if_they_wait(call_s, sandbox.device, again)
                 call_s, busy = threads.enter_context(waiting)
             options = options.with_time_for(call_s or 0.0)
         where = sandbox.device

@@ -35,7 +35,7 @@ from ampopt.search.program_store import ProgramStore
 from ampopt.search.progress import progress_line
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.tuning_cache import default_cache, key_of
-from ampopt.search.waiting_threads import one_thread_if_they_wait
+from ampopt.search.waiting_threads import fewer_threads_if_they_wait
 from ampopt.system.budget import calls_to_verify
 from ampopt.system.environment import environment
 from ampopt.system.exits import exits_refused
@@ -117,7 +117,7 @@ def compare(
             except CaptureError as error:
                 raise InputError(f"compare needs a model that is one graph: {error}") from error
             again = functools.partial(seconds_of_a_call, original, args, kwargs, options.budget_s)
-            call_s, busy = threads.enter_context(one_thread_if_they_wait(again(), where, again))
+            call_s, busy = threads.enter_context(fewer_threads_if_they_wait(again(), where, again))
             options = options.with_time_for(call_s)
             needed_s = [call_s * calls_to_verify(draws) for draws in range(DRAWS + 1)]
             draws = max((n for n, s in enumerate(needed_s) if s <= VERIFYING * options.budget_s), default=0)

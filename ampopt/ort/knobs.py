@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ampopt.ort.options import CPU, CUDA, SessionOptions
-from ampopt.system.cores import usable_cpus
+from ampopt.system.cores import threads_within_quota, usable_cpus
 
 Knob = Mapping[str, Mapping[str, Any]]
 """Settings that exclude each other: their names in a report, and the fields that they change."""
@@ -65,10 +65,10 @@ def start_options(provider: str, *, tf32: bool = False) -> SessionOptions:
 
 
 def thread_counts() -> list[int]:
-    """The thread counts to try: 1, half the cores, all cores, all hardware threads that are available."""
+    """The thread counts to try: 1, half the cores, all cores, the quota, all hardware threads."""
     usable = usable_cpus()
-    cores = _cores(usable)
-    return sorted({1, max(1, cores // 2), cores, len(usable)})
+    cores, most = _cores(usable), len(usable)
+    return sorted({1, max(1, cores // 2), cores, threads_within_quota(most), most})
 
 
 def _cores(cpus: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ampopt.system.cores import cpu_quota
 from ampopt.version import __version__
 
 LIBRARIES = (
@@ -43,6 +44,8 @@ def environment(device: torch.device) -> dict[str, str]:
         facts["driver"] = _driver()
     else:
         facts["threads"] = str(torch.get_num_threads())
+        if (quota := cpu_quota()) is not None:
+            facts["cpu_quota"] = f"{quota:.3g}"
         facts["instructions"] = torch.backends.cpu.get_cpu_capability()
     return facts
 

@@ -11,7 +11,7 @@ from torch import nn
 import ampopt
 from ampopt.measure.headline import Load
 from ampopt.search import waiting_threads
-from ampopt.search.waiting_threads import one_thread_if_they_wait
+from ampopt.search.waiting_threads import fewer_threads_if_they_wait
 
 CPU = torch.device("cpu")
 
@@ -51,11 +51,28 @@ def test_threads_that_wait_are_one_within_the_block(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(waiting_threads, "load_now", load_of(average))
     again = by_threads(several_s, one_s)
-    with one_thread_if_they_wait(again(), torch.device(device), again) as (call_s, told):
+    with fewer_threads_if_they_wait(again(), torch.device(device), again) as (call_s, told):
         assert torch.get_num_threads() == (1 if waits else 2)
         assert call_s == (one_s if waits else several_s)
         assert (told is not None) is waits
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("quota", "within"), [(1.5, 1), (2.0, 2)])
+def test_threads_beyond_a_quota_are_left_out(
+    quota: float, within: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_threads, "load_now", load_of(0.0))
+    monkeypatch.setattr(waiting_threads, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(waiting_threads, "threads_within_quota", lambda threads: min(threads, int(quota)))
+    again = by_threads(0.3, 0.09)
+    with fewer_threads_if_they_wait(again(), CPU, again) as (_, told):
+        assert torch.get_num_threads() == within
+        assert (told or "").startswith(
+            "a control group gives this process 1.5 CPUs' time, and" * (within == 1)
+        )
+        assert (told is None) is (within == 2)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -66,7 +83,7 @@ def test_the_threads_are_as_before_after_an_error(monkeypatch: pytest.MonkeyPatc
         assert torch.get_num_threads() == 1
         raise ValueError("wrong")
 
-    with pytest.raises(ValueError, match="wrong"), one_thread_if_they_wait(0.3, CPU, fail):
+    with pytest.raises(ValueError, match="wrong"), fewer_threads_if_they_wait(0.3, CPU, fail):
         pass
     assert torch.get_num_threads() == 2
 

@@ -8,7 +8,7 @@ import torch
 
 from ampopt.diagnosis.case import Case, timed_call, trial_s
 from ampopt.diagnosis.finding import Counterfactual, Finding, counted, saved
-from ampopt.system.cores import usable_cpus
+from ampopt.system.cores import threads_within_quota, usable_cpus
 
 SLOWER = 2.0
 """A call that once takes so many times longer in other threads is not sampled."""
@@ -18,7 +18,7 @@ WORTH = 1.1
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """PyTorch's threads and the cores; executed: half of the cores, all of them, and one thread."""
+    """PyTorch's threads and the cores; executed: one, half of the cores, all, and the quota."""
     if case.device.type != "cpu":
         return
     now = torch.get_num_threads()
@@ -31,7 +31,7 @@ def find(case: Case) -> Iterator[Finding]:
 def _compared(case: Case, now: int) -> Iterator[Finding]:
     cores = len(usable_cpus())
     best: tuple[int, Counterfactual] | None = None
-    for count in sorted({1, max(cores // 2, 1), cores} - {now}):
+    for count in sorted({1, max(cores // 2, 1), threads_within_quota(cores), cores} - {now}):
         if not case.has_time(_change(count), trial_s(case.latency["fp32"].median)):
             continue
         once_s = timed_call(_in_threads(count, case.eager()), case.device)
