@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ LARGE = 2**31 + 1
 
 VERY_LARGE = 2**62 + 1
 """An integer that float64 does not have, nor most sums with it."""
+
+MOST_ALONE = 4
+"""Of so many inputs of integers each one is changed alone."""
 
 FAULTS = {"NaN": float("nan"), "infinity": float("inf")}
 """The values written to one element of each input, in turn, to test that faults reach the outputs."""
@@ -107,10 +110,12 @@ def integer_draws(examples: Tensors, *, in_a_row: int, with_smallest: bool = Tru
     """The examples with one integer that they do not have, and with their dtypes' bounds in all places.
 
     The one is a negative, a larger and two large ones. A sum or product of bounds goes around, which that of
-    one large integer and small ones need not. Draws that come out alike are one. `with_smallest`: the
-    smallest integers may be given to the model.
+    one large integer and small ones need not. Of several inputs each is changed alone, too: where the model
+    refuses an index out of range in one, nothing is learnt about what it makes of the others. Draws that come
+    out alike are one. `with_smallest`: the smallest integers may be given to the model.
     """
-    whole = [example for example in examples if _is_whole(example)]
+    places = [place for place, example in enumerate(examples) if _is_whole(example)]
+    whole = [examples[place] for place in places]
     if not whole:
         return []
     values = {"an integer above all others": max(int(example.max()) for example in whole) + 1}
@@ -127,10 +132,17 @@ def integer_draws(examples: Tensors, *, in_a_row: int, with_smallest: bool = Tru
     if with_smallest:
         ways["the smallest integers alone"] = lambda x: torch.full_like(x, torch.iinfo(x.dtype).min)
     draws: list[Draw] = []
-    for name, way in ways.items():
-        made = tuple(way(example) if _is_whole(example) else example for example in examples)
+
+    def add(name: str, changed: Mapping[int, Tensor]) -> None:
+        made = tuple(changed.get(place, example) for place, example in enumerate(examples))
         if not any(_are_equal(made, draw.calls[0]) for draw in draws):
             draws.append(Draw(name, (made,) * in_a_row))
+
+    for name, way in ways.items():
+        add(name, {place: way(examples[place]) for place in places})
+    for place in places[:MOST_ALONE] if len(places) > 1 else ():
+        for name, way in ways.items():
+            add(f"{name} for input {place}", {place: way(examples[place])})
     return draws
 
 

@@ -188,6 +188,20 @@ def test_an_integer_is_one_that_the_examples_do_not_have() -> None:
     assert integer_draws((image, IDS > 1, IDS[:0]), in_a_row=1) == []
 
 
+def test_each_of_several_inputs_of_integers_is_changed_alone_too() -> None:
+    one, other = torch.tensor([3, 5]), torch.tensor([2], dtype=torch.int32)
+    draws = {
+        draw.name: [t.tolist() for t in draw.calls[0]] for draw in integer_draws((one, other), in_a_row=1)
+    }
+    assert draws["-1"] == [[3, -1], [-1]]
+    assert draws["-1 for input 0"] == [[3, -1], [2]]
+    assert draws["-1 for input 1"] == [[3, 5], [-1]]
+    assert "a very large integer for input 0" in draws
+    assert "a very large integer for input 1" not in draws  # the same as a large one in int32
+    many = integer_draws((one,) * 9, in_a_row=1)
+    assert {int(draw.name[-1]) for draw in many if " for input " in draw.name} == {0, 1, 2, 3}
+
+
 def test_what_a_call_leaves_of_the_state_is_given_to_the_next() -> None:
     def run(x: Tensor, total: Tensor, count: Tensor) -> list[Tensor]:
         return [x * total, total + x, count + 1]

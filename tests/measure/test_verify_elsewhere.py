@@ -230,6 +230,21 @@ def test_integers_that_the_examples_do_not_have_are_computed_with_exactly() -> N
     assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed
 
 
+def test_an_input_whose_indices_are_refused_does_not_hide_another() -> None:
+    rows, counts = nn.Parameter(torch.randn(6, 4)), torch.tensor([4, 9])
+    model = Model(
+        lambda m, ids, n: (F.embedding(ids, m.rows), torch.div(n, 3, rounding_mode="floor")), rows=rows
+    )
+    verifier, original = verifier_of(model, IDS, counts)
+
+    def by_float(ids: Tensor, n: Tensor) -> list[Tensor]:
+        return [original(ids, n)[0], (n.float() / 3).floor().long()]
+
+    check = verifier.check(by_float, FP32, everywhere=True)
+    assert "with a large integer for input 1" in str(check.reason)
+    assert verifier.check(lambda *inputs: list(original(*inputs)), FP32, everywhere=True).passed
+
+
 @pytest.mark.parametrize("bound", ["largest", "smallest"])
 def test_sums_that_end_at_the_bounds_of_their_dtype_are_wrong(bound: str) -> None:
     """ONNX Runtime's sum of int32 did, and no single large integer shows it among small ones."""
