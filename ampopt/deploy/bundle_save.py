@@ -27,7 +27,7 @@ from ampopt.bundle.files import bundle_errors, write_bundle
 from ampopt.bundle.program_file import write_program
 from ampopt.bundle.stored_sizes import StoredSizes, in_corner, stored_sizes, write_sizes
 from ampopt.bundle.stored_state import write_state
-from ampopt.deploy.onnx_export import OnnxReport
+from ampopt.deploy.onnx_export import OnnxReport, export_onnx
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxVerifier
 from ampopt.deploy.optimized import Optimized
@@ -168,7 +168,7 @@ def save_bundle(
     with bundle_errors(path, "cannot be saved"), tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         if precision is not None:
             model = Path(folder) / "model.onnx"
-            exported, tuned = _onnx(module, model, precision, test, tune_s)
+            exported, tuned = _onnx(optimized, model, precision, test, tune_s)
             why_not = exported.why_not_openvino or (ONE_SIZE if stored else None)
             manifest["onnx"] = {
                 "precision": precision,
@@ -279,14 +279,26 @@ def _shapes(test: SelfTest) -> str:
 
 
 def _onnx(
-    module: Deployable, path: Path, precision: str, test: SelfTest, seconds: float
+    optimized: Optimized, path: Path, precision: str, test: SelfTest, seconds: float
 ) -> tuple[OnnxReport, Tuning]:
     """Export, verify, and find the session's options that are fastest on this machine.
 
+    The file keeps NaN in ONNX Runtime, too: a bundle's results are those of the module, whatever runs them.
     Raises the OSError for which the file cannot be written.
     """
+    recipe = optimized.recipe
     try:
-        report = module.export_onnx(path, precision=precision)
+        report = export_onnx(
+            optimized.original,
+            optimized.captured,
+            recipe.passes,
+            path,
+            precision=precision,
+            tolerance=recipe.tolerance,
+            metric=recipe.metric,
+            sizes=optimized.sizes,
+            keeps_nan=True,
+        )
     except (ExportError, VerificationError) as error:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
