@@ -202,6 +202,8 @@ def export_onnx(
             fault = "is wrong" if check.providers else "does not run here"
             node = of_one_size(program.graph) if is_dynamic else None
             hint = "" if node is None else f"; sizes vary, and its {where(node)} may have one size for all"
+            if not check.providers and _has_float64(program):
+                hint = "; ONNX Runtime has few operators in float64: optimize model.float()"
             raise VerificationError(
                 f"the exported model {fault}, and was not written: {check.reason}{hint}; "
                 f"{argument('force', True)} keeps it, marked as failed"
@@ -272,6 +274,11 @@ def _io_of(captured: Captured) -> str:
 def _of_openvino(target: str, otherwise: str | None) -> list[str]:
     """What the maker of a file for OpenVINO is told, which nothing was verified in."""
     return [] if otherwise is None or target != "openvino" else [f"{otherwise}: choose another runtime"]
+
+
+def _has_float64(program: Program) -> bool:
+    weights = program.graph.state_dict().values()
+    return any(tensor.dtype is torch.float64 for tensor in (*program.examples, *weights))
 
 
 _WIDE = {
