@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 
 from ampopt.bundle.call_file import write_call
 from ampopt.bundle.files import bundle_errors, write_bundle
 from ampopt.bundle.program_file import write_program
 from ampopt.bundle.stored_sizes import StoredSizes, in_corner, stored_sizes, write_sizes
 from ampopt.bundle.stored_state import write_state
-from ampopt.deploy.onnx_export import OnnxReport
+from ampopt.deploy.onnx_export import OnnxReport, export_onnx
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxVerifier
 from ampopt.deploy.optimized import Optimized
@@ -39,6 +40,7 @@ from ampopt.engines.executable import executable
 from ampopt.errors import ExportError, InputError, VerificationError
 from ampopt.ir import numerics
 from ampopt.ir.capture import Captured
+from ampopt.ir.graph import aten, calls, where
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.lifted_state import LiftedState
 from ampopt.ir.model_hash import model_hash
@@ -120,6 +122,7 @@ def save_bundle(
     captured, original, recipe = optimized.captured, optimized.original, optimized.recipe
     if captured.lifted is not None:
         _check_state(captured, captured.lifted)
+    _check_sizes(captured.program.graph)
     inputs = input_names_of(captured)
     if not inputs:
         raise ExportError(
@@ -168,7 +171,7 @@ def save_bundle(
     with bundle_errors(path, "cannot be saved"), tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         if precision is not None:
             model = Path(folder) / "model.onnx"
-            exported, tuned = _onnx(module, model, precision, test, tune_s)
+            exported, tuned = _onnx(optimized, model, precision, test, tune_s)
             why_not = exported.why_not_openvino or (ONE_SIZE if stored else None)
             manifest["onnx"] = {
                 "precision": precision,
@@ -201,6 +204,24 @@ def _check_state(captured: Captured, lifted: LiftedState) -> None:
             f"the model keeps a state in its {lifted.named}, and takes inputs of other dtypes: optimize "
             f"it with {argument('io', 'original')} for a bundle"
         )
+
+
+def _check_sizes(graph: fx.GraphModule) -> None:
+    """Raise ExportError for a graph that checks a number which its inputs' values decide: a size, mostly."""
+    if (node := next(calls(graph, (aten._assert_scalar.default,)), None)) is None:
+        return
+    while node.all_input_nodes and not _gives_tensors(node):
+        node = node.all_input_nodes[0]
+    raise ExportError(
+        f"the values of the model's inputs decide its sizes, at {where(node)}, and a bundle's program has "
+        "fixed ones: leave that step out, or write a file with export_onnx, which may hold it"
+    )
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and any(
+        "Tensor" in str(result.type) for result in node.target._schema.returns
+    )
 
 
 def _for_libtorch(optimized: Optimized) -> Program:
@@ -279,14 +300,26 @@ def _shapes(test: SelfTest) -> str:
 
 
 def _onnx(
-    module: Deployable, path: Path, precision: str, test: SelfTest, seconds: float
+    optimized: Optimized, path: Path, precision: str, test: SelfTest, seconds: float
 ) -> tuple[OnnxReport, Tuning]:
     """Export, verify, and find the session's options that are fastest on this machine.
 
+    The file keeps NaN in ONNX Runtime, too: a bundle's results are those of the module, whatever runs them.
     Raises the OSError for which the file cannot be written.
     """
+    recipe = optimized.recipe
     try:
-        report = module.export_onnx(path, precision=precision)
+        report = export_onnx(
+            optimized.original,
+            optimized.captured,
+            recipe.passes,
+            path,
+            precision=precision,
+            tolerance=recipe.tolerance,
+            metric=recipe.metric,
+            sizes=optimized.sizes,
+            keeps_nan=True,
+        )
     except (ExportError, VerificationError) as error:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None

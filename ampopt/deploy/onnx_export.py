@@ -20,6 +20,7 @@ from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
 from ampopt.deploy.portable import HALF, portable_program, why_not_openvino
 from ampopt.engines.onnx_graph import OPSETS, Dims, dims_in, outer_dtype, to_onnx
+from ampopt.engines.onnx_program import fit_onnx_runtime
 from ampopt.errors import ExportError, InputError, VerificationError, need
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import where
@@ -107,6 +108,7 @@ def export_onnx(
     metric: Metric | None = None,
     force: bool = False,
     sizes: Sizes = (),
+    keeps_nan: bool = False,
 ) -> OnnxReport:
     """Write a model as ONNX with its portable rewrites; it is verified before the file appears.
 
@@ -128,6 +130,7 @@ def export_onnx(
         metric: the user's metric, checked instead of the errors, at most `tolerance` (None: 0).
         force: keep a file that failed its verification, marked as failed in its metadata.
         sizes: the ranges of sizes that the file is for and verified at, where `dynamic` is None.
+        keeps_nan: add what lets float32 operators keep NaN in ONNX Runtime, as `passes.OnnxRuntime` does.
 
     Raises:
         InputError: an argument does not fit. ExportError: ONNX cannot express the model, or its file cannot
@@ -175,6 +178,8 @@ def export_onnx(
         output_names=outputs,
         dims=dims,
     )
+    if keeps_nan:
+        fit_onnx_runtime(model)
     model.producer_name, model.producer_version = "ampopt", __version__
     io = io or _io_of(captured)
     lane = PRECISIONS["fp16" if "fp16" in (precision, io) else "fp32"]
@@ -197,6 +202,8 @@ def export_onnx(
             fault = "is wrong" if check.providers else "does not run here"
             node = of_one_size(program.graph) if is_dynamic else None
             hint = "" if node is None else f"; sizes vary, and its {where(node)} may have one size for all"
+            if not check.providers and _has_float64(program):
+                hint = "; ONNX Runtime has few operators in float64: optimize model.float()"
             raise VerificationError(
                 f"the exported model {fault}, and was not written: {check.reason}{hint}; "
                 f"{argument('force', True)} keeps it, marked as failed"
@@ -267,6 +274,11 @@ def _io_of(captured: Captured) -> str:
 def _of_openvino(target: str, otherwise: str | None) -> list[str]:
     """What the maker of a file for OpenVINO is told, which nothing was verified in."""
     return [] if otherwise is None or target != "openvino" else [f"{otherwise}: choose another runtime"]
+
+
+def _has_float64(program: Program) -> bool:
+    weights = program.graph.state_dict().values()
+    return any(tensor.dtype is torch.float64 for tensor in (*program.examples, *weights))
 
 
 _WIDE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -49,6 +50,15 @@ def for_onnx_runtime(model: bytes) -> bytes:
     if (REPLACED | LOSING).isdisjoint(node.op_type for node in proto.graph.node):
         return model
     changed = onnx_ir.from_proto(proto)
-    use_pooling_operators(changed)
-    keep_nan(changed)
+    fit_onnx_runtime(changed)
     return bytes(onnx_ir.to_proto(changed).SerializeToString())
+
+
+def fit_onnx_runtime(model: Any) -> None:
+    """The same for an `onnx_ir.Model`, in place. Its outputs keep their names."""
+    before = list(model.graph.outputs)
+    use_pooling_operators(model)
+    keep_nan(model)
+    for old, new in zip(before, model.graph.outputs, strict=True):
+        if new is not old:
+            old.name, new.name = new.name, old.name

@@ -51,7 +51,10 @@ def test_a_bundle_holds_no_constant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "said"),
-    [(torch.bfloat16, "not valid ONNX: .*optimize model.float()"), (torch.float64, "does not run here, and")],
+    [
+        (torch.bfloat16, r"not valid ONNX: .*optimize model\.float\(\)"),
+        (torch.float64, r"does not run here, and .*optimize model\.float\(\)"),
+    ],
 )
 def test_what_onnx_has_no_operators_for_is_saved_without_it(
     dtype: torch.dtype, said: str, tmp_path: Path
@@ -65,6 +68,23 @@ def test_what_onnx_has_no_operators_for_is_saved_without_it(
     loaded = ampopt.load(tmp_path / "bundle", backend="ampopt", device="cpu")
     with torch.no_grad():
         torch.testing.assert_close(loaded(x), model(x))
+
+
+SIZED_BY_VALUES: dict[str, tuple[Callable[..., Any], str]] = {
+    "places": (lambda m, x: m.conv(x).nonzero(), "nonzero"),
+    "chosen numbers": (lambda m, x: torch.masked_select(m.conv(x), m.conv(x) > 0), "masked_select"),
+    "chosen columns": (lambda m, x: m.conv(x).flatten(2)[0, :, m.conv(x).flatten(2)[0, 0] > 0], "index"),
+    "a size within": (lambda m, x: x.new_zeros(m.conv(x).nonzero().shape[0]).sum() + x, "nonzero"),
+}
+
+
+@pytest.mark.parametrize("name", SIZED_BY_VALUES)
+def test_a_bundle_holds_no_sizes_that_values_decide(name: str, tmp_path: Path) -> None:
+    function, operator = SIZED_BY_VALUES[name]
+    fast = module_of(Model(function, conv=nn.Conv2d(3, 4, 3)).eval(), X)
+    with pytest.raises(ExportError, match=rf"inputs decide its sizes, at {operator} \(.*\.py:"):
+        fast.save(tmp_path / "bundle", onnx=None)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [errno.EFBIG, errno.ENOSPC])
