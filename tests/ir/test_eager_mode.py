@@ -29,6 +29,10 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")
 
 
+def stance() -> str:
+    return eval_frame._stance.stance
+
+
 class Passing(EagerMode):
     """A mode that changes nothing, and notes that it was asked."""
 
@@ -81,16 +85,16 @@ def test_the_last_of_all_modes_puts_the_stance_back() -> None:
     with Passing(), Passing():
         thread.start()
         assert entered.wait(60.0)
-    assert eval_frame._stance.stance == "force_eager"
+    assert stance() == "force_eager"
     left.set()
     thread.join()
-    assert eval_frame._stance.stance == "default"
+    assert stance() == "default"
 
 
 def test_the_stance_is_put_back_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="must match the size"), Passing():
         torch.add(X, X[:, :2])
-    assert eval_frame._stance.stance == "default"
+    assert stance() == "default"
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
@@ -102,7 +106,7 @@ def test_compiled_code_may_enter_the_mode() -> None:
             return x.sin()
 
     assert torch.equal(torch.compile(function, backend="eager")(X), X.sin())
-    assert eval_frame._stance.stance == "default"
+    assert stance() == "default"
 
 
 OPERATORS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -110,10 +114,10 @@ OPERATORS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "while_loop": lambda m, x: while_loop(
         lambda i, y: i < 3, lambda i, y: (i + 1, m.linear(y)), (torch.tensor(0), x)
     )[1],
-    "map": lambda m, x: map_over(lambda y: y * 2, x),
+    "map": lambda m, x: map_over(lambda y, *_: y * 2, x),
     "scan": lambda m, x: scan(lambda c, y: (c + y, (c * y).clone()), x[0].clone(), x)[1],
     "associative_scan": lambda m, x: associative_scan(lambda a, b: a + b, x, 0, combine_mode="generic"),
-    "flex_attention": lambda m, x: flex_attention(*[x[None, None]] * 3),
+    "flex_attention": lambda m, x: flex_attention(x[None, None], x[None, None], x[None, None]),
 }
 
 
