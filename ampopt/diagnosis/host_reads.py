@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ampopt.ir.eager_mode import EagerMode
 from ampopt.ir.place_in_code import place_of_call
 
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -92,17 +94,21 @@ class HostReads:
         self._found[key] = dataclasses.replace(known, count=known.count + 1, seconds=known.seconds + seconds)
 
 
-class _Operators(TorchDispatchMode):
-    """Sees operators, whoever calls them."""
+class _Operators(EagerMode):
+    """Sees operators, whoever calls them, but not those of functions that an operator runs."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, seen: HostReads) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._seen = seen
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See the class."""
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         copied = _copied(func, args, result)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampopt.diagnosis.host_reads import HostReads, is_inside
 from ampopt.diagnosis.step_seen import Clip, Update, WatchedSteps
@@ -35,6 +35,7 @@ from ampopt.diagnosis.step_state import (
     values_of,
 )
 from ampopt.errors import first_line
+from ampopt.ir.eager_mode import EagerMode
 from ampopt.ir.parts import walk
 from ampopt.ir.place_in_code import place_in_code, place_of_call
 from ampopt.system.interrupts import check_interrupted
@@ -272,11 +273,13 @@ def _watching(
             del vars(model)["train"]
 
 
-class _Scaling(TorchDispatchMode):
+class _Scaling(EagerMode):
     """Notes where a loss is scaled, its backward pass, and where its gradients are limited or divided."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, seen: WatchedSteps, state: StepState) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._seen, self._state = seen, state
 
     def __torch_dispatch__(

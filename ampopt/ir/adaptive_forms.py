@@ -7,6 +7,9 @@ the file computes of n, and leaves out those beyond a window's end.
 Correct because: these are PyTorch's windows, in integers below 2**24, of which float32 divides all rightly. A
 window of an image is some columns of some rows, so that its mean is that of the means of as many pixels each,
 and its maximum the largest of maxima. What is left out is 0 in a sum, and no larger than any in a maximum.
+
+One window of all pixels is a reduction. torch.onnx has one for means; that of maxima is written here, as
+PyTorch 2.11 exports windows of the example's size for it.
 """
 
 from __future__ import annotations
@@ -47,6 +50,15 @@ def maxima_of_windows(x: Tensor, counts: Sequence[int]) -> Tensor:
     return x
 
 
+def _largest(x: Tensor, counts: Sequence[int]) -> Tensor:
+    return x.amax(list(range(-len(counts), 0)), keepdim=True)
+
+
+def _place_of_the_largest(x: Tensor, counts: Sequence[int]) -> Tensor:
+    place = x.flatten(-len(counts)).argmax(-1)
+    return place.view(*place.shape, *counts)
+
+
 def _pooled(x: Tensor, counts: Sequence[int]) -> list[tuple[int, int]]:
     """The dimensions, from the last, which get another size, and that size."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes a second to load
@@ -78,16 +90,18 @@ def _means(call: Call, node: fx.Node) -> Any:
 
 def _maxima(call: Call, node: fx.Node) -> None:
     values = arguments(node)
-    if _is_of_all(values):
-        return
-    if reads_result(node, 1):
+    of_all = _is_of_all(values)
+    if reads_result(node, 1) and not of_all:
         raise ExportError(f"ONNX has no pooling to a size that tells places, and sizes vary: {where(node)}")
     for reader in list(node.users):
-        replace_result(reader, call(maxima_of_windows, values["self"], values["output_size"]))
+        form = maxima_of_windows
+        if of_all:
+            form = _place_of_the_largest if reader.args[1] == 1 else _largest
+        replace_result(reader, call(form, values["self"], values["output_size"]))
 
 
 def _is_of_all(values: Mapping[str, Any]) -> bool:
-    """Whether there is one window, for which torch.onnx has a reduction."""
+    """Whether there is one window."""
     return all(count == 1 for count in values["output_size"])
 
 

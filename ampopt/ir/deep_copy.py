@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from ampopt.ir.parts import LRU_CACHED, referent_of, walk
 from ampopt.ir.shared_memory import copies_in_common
@@ -303,6 +304,7 @@ _COPIERS: dict[type, Callable[[Any, Memo], Any]] = {
     weakref.ProxyType: _copy_proxy,
     weakref.CallableProxyType: _copy_proxy,
     LRU_CACHED: _copy_cached,
+    type(pytree.treespec_leaf()): lambda leaf, _: leaf,  # all are alike; PyTorch 2.11 warns of another
 }
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampopt.ir.eager_mode import EagerMode
 from ampopt.ir.model_copy import private_copy
 from ampopt.ir.numerics import widened
 
@@ -38,7 +38,7 @@ def copy_in_float64(model: nn.Module) -> nn.Module:
     return exact
 
 
-class AllInFloat64(TorchDispatchMode):
+class AllInFloat64(EagerMode):
     """A mode in which no operator computes in a lower precision than float64.
 
     A copy of a model in float64 may make tensors of float32 itself: grids of coordinates, encodings of
@@ -48,9 +48,6 @@ class AllInFloat64(TorchDispatchMode):
     written stays where it is, as do views, through which it may be. Bits that are read as another dtype would
     be those of a float64.
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operator in float64.

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.ir.calls_of_copies import (
     Calls,
@@ -27,6 +26,7 @@ from ampopt.ir.calls_of_copies import (
     read_first,
     rewritten,
 )
+from ampopt.ir.eager_mode import EagerMode
 from ampopt.ir.hidden_state import Outside, why_hidden
 from ampopt.ir.lanes import FP32
 from ampopt.ir.lifted_state import (
@@ -324,7 +324,7 @@ _FROM_MASKS = {
 }
 
 
-class _Noting(TorchDispatchMode):
+class _Noting(EagerMode):
     """Notes the first operator that draws from PyTorch's generators, and if masks make tensors nested.
 
     Raises HigherOrderError where the model calls an operator that runs functions.
@@ -333,7 +333,7 @@ class _Noting(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operator: str | None = None
         self.makes_nested = False
 
@@ -341,7 +341,6 @@ class _Noting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if isinstance(func, HigherOrderOperator):
-            func(*args, **(kwargs or {}))  # else dynamo of PyTorch 2.10 refuses all later calls
             raise HigherOrderError(func.__name__)
         if self.operator is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.operator = str(func)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampopt.ir.eager_mode import EagerMode
 
 
 def is_rounded(tensor: Tensor) -> bool:
@@ -168,7 +169,7 @@ def roundings_of_sums(dtype: torch.dtype, seed: int) -> float:
     return 4.0 ** (seed % 3) if dtype is torch.float32 else 1.0
 
 
-class ResultsRoundedAnew(TorchDispatchMode):
+class ResultsRoundedAnew(EagerMode):
     """A mode in which operators' results are changed at random by up to `roundings` roundings to `dtype`.
 
     The roundings are those of the result's own dtype if it is coarser, or complex: no lane lowers that. Sums
@@ -177,7 +178,7 @@ class ResultsRoundedAnew(TorchDispatchMode):
     """
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator, roundings: float = 1.0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.dtype, self.generator, self.roundings = dtype, generator, roundings
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

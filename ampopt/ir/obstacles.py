@@ -1,6 +1,7 @@
 """What keeps a model from being one graph, in words, where PyTorch's own error does not say it.
 
-Told from the error of a capture: sequences that are packed, and code of TorchScript that decides by values.
+Told from the error of a capture: sequences that are packed, code of TorchScript that decides by values, and
+operators of which PyTorch's capture would have to know values.
 Higher-order operators (`torch.cond`) raise `HigherOrderError` when the model is watched before its capture.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampopt.ir.place_in_code import place_of_line
@@ -51,8 +53,18 @@ def obstacle(error: BaseException) -> str | None:
     for each in _chain(error):
         if any(map(_packs, _frames(each))):
             return PACKED
-        if (found := _in_torchscript(each)) is not None:
+        if (found := _in_torchscript(each) or _asks_for_values(each)) is not None:
             return found
+    return None
+
+
+def _asks_for_values(error: BaseException) -> str | None:
+    """What needs a tensor's values, where PyTorch's error is a bare name or its compiler's own words."""
+    lacks = f"which are not known when PyTorch {torch.__version__} captures; a later version may do without"
+    if type(error).__name__ == "DataDependentOutputException":
+        return f"{error} asks for values of tensors, {lacks}"
+    if "Could not extract specialized integer from data-dependent expression" in str(error):
+        return f"a place or a size is computed of values of tensors, {lacks}"
     return None
 
 

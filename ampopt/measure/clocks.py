@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampopt.ir.eager_mode import EagerMode
 from ampopt.measure import sampling
 from ampopt.measure.sampling import Sampler
 
@@ -112,9 +112,10 @@ def seconds_once_loaded(
 
     def once(limit_s: float) -> float:
         synchronize(device)
-        start = time.perf_counter()
         try:
-            with _GivingUp(start + limit_s):
+            with _GivingUp() as giving_up:  # which loads PyTorch's compiler
+                start = time.perf_counter()
+                giving_up.at = start + limit_s
                 call()
             synchronize(device)
         except _GivenUpError:
@@ -138,18 +139,17 @@ class _GivenUpError(Exception):
     """A call was given up."""
 
 
-class _GivingUp(TorchDispatchMode):
+class _GivingUp(EagerMode):
     """Raises `_GivenUpError` at the first operator after a time on `time.perf_counter`'s clock."""
 
-    def __init__(self, at: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._at = at
+    supports_higher_order_operators = True
+    at = math.inf
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See the class."""
-        if time.perf_counter() > self._at:
+        if time.perf_counter() > self.at:
             raise _GivenUpError
         return func(*args, **(kwargs or {}))
 

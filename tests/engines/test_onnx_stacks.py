@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch import fx
+import torch
+import torch.fx.config
 
 from ampopt.engines.onnx_graph import to_onnx
 from ampopt.engines.onnx_stacks import without_stacks
@@ -13,6 +14,12 @@ from tests.support.exporting import X
 pytest.importorskip("onnxscript")
 
 
+SWITCH = "do_not_emit_stack_traces"
+needs_the_switch = pytest.mark.skipif(
+    not hasattr(torch.fx.config, SWITCH), reason=f"torch {torch.__version__} has no switch for stacks"
+)
+
+
 class _NoStack:
     @staticmethod
     def extract() -> None:
@@ -20,6 +27,7 @@ class _NoStack:
         raise AssertionError("a stack was taken")
 
 
+@needs_the_switch
 def test_an_export_of_a_program_takes_no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda m, x: x.relu().cumsum(1))
     program = program_of(model, X)
@@ -27,13 +35,21 @@ def test_an_export_of_a_program_takes_no_stacks(monkeypatch: pytest.MonkeyPatch)
     to_onnx(program, io=None, target="onnxruntime", input_names=["x"], output_names=["y"], dims=({},))
 
 
+@needs_the_switch
 @pytest.mark.parametrize("before", [False, True])
 def test_the_switch_is_as_it_was_also_after_an_error(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        assert fx.config.do_not_emit_stack_traces
+        assert getattr(torch.fx.config, SWITCH)
         raise ValueError("wrong")
 
-    monkeypatch.setattr(fx.config, "do_not_emit_stack_traces", before)
+    monkeypatch.setattr(torch.fx.config, SWITCH, before)
     with pytest.raises(ValueError, match="wrong"), without_stacks():
         fail()
-    assert fx.config.do_not_emit_stack_traces is before
+    assert getattr(torch.fx.config, SWITCH) is before
+
+
+def test_a_version_without_the_switch_has_none_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.fx.config, SWITCH, raising=False)
+    with without_stacks():
+        assert not hasattr(torch.fx.config, SWITCH)
+    assert not hasattr(torch.fx.config, SWITCH)

@@ -38,6 +38,9 @@ POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "means of an image": lambda x: F.adaptive_avg_pool2d(x[0], (3, None)),
     "all pixels": lambda x: F.adaptive_avg_pool2d(x, 1),
     "the largest pixel": lambda x: F.adaptive_max_pool2d(x, 1),
+    "the largest of a row": lambda x: F.adaptive_max_pool1d(x.flatten(2), 1),
+    "the largest of a volume": lambda x: F.adaptive_max_pool3d(x[None], 1),
+    "place of the largest": lambda x: F.adaptive_max_pool2d(x, 1, return_indices=True)[1],
 }
 
 

@@ -76,12 +76,18 @@ def _quantiles(m: Any, x: Tensor) -> Tensor:
     return torch.quantile(y, torch.tensor([0.1, 0.9]), dim=1)
 
 
+needs_later_pytorch = pytest.mark.skipif(
+    torch.__version__ < "2.14",
+    reason=f"torch {torch.__version__} captures no quantiles on CPUs (its issue 173659)",
+)
+
+
 @pytest.mark.parametrize(
     ("function", "cell", "name"),
     [
         (_cell, nn.GRUCell, "gru_cell"),
         (_long_cell, nn.LSTMCell, "getitem"),
-        (_quantiles, nn.RNNCell, "quantile"),
+        pytest.param(_quantiles, nn.RNNCell, "quantile", marks=needs_later_pytorch),
     ],
 )
 def test_an_operator_whose_dtypes_no_casts_of_its_inputs_give_stays_in_float32(

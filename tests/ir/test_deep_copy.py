@@ -12,6 +12,7 @@ from weakref import proxy, ref
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
 
 import tests.ir.test_deep_copy as this
 from ampopt.errors import InputError
@@ -326,3 +327,9 @@ def test_an_ordered_dict_is_copied_with_its_order_its_attributes_and_what_leads_
     assert vars(made.table).keys() == {"kept"}
     assert made.table.kept is made.table["z"] is not model.table["z"]
     assert not hasattr(exact_copy(nn.Linear(2, 2))._forward_hooks, "__orig_class__")
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_structure_of_a_call_is_copied_without_a_warning() -> None:
+    held = tree_flatten((X, [X]))[1]
+    assert deep_copy({"held": held}, {}) == {"held": held}

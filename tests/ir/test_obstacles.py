@@ -190,6 +190,39 @@ def test_what_is_in_the_way_is_named_with_its_line(name: str) -> None:
     assert " object at 0x" not in str(caught.value)
 
 
+def _places(m: Any, x: Tensor) -> Tensor:
+    return m.linear(x)[:, x[0].argmax()]  # type: ignore[no-any-return]
+
+
+def _quantiles(m: Any, x: Tensor) -> Tensor:
+    return torch.quantile(m.linear(x), torch.tensor([0.1, 0.9]), dim=1)
+
+
+OF_VALUES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a place": (
+        _places,
+        r"a place or a size is computed of values of tensors, which are not known when PyTorch ",
+    ),
+    "quantiles": (
+        _quantiles,
+        r'of test_obstacles\.py:\d+, "return torch\.quantile\(.*": aten\.equal\.default asks',
+    ),
+}
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="it is captured")
+@pytest.mark.parametrize("name", OF_VALUES)
+def test_what_earlier_versions_cannot_capture_is_named_and_answered_for(name: str) -> None:
+    function, reason = OF_VALUES[name]
+    model = Model(function, linear=nn.Linear(6, 6)).eval()
+    with pytest.raises(CaptureError, match=reason):
+        capture(private_copy(model), (X,), {}, torch.device("cpu"))
+    fast = optimize(model, (X,), precision="fp32", budget_s=1.0, cache=False)
+    with torch.no_grad():
+        for x in (X, -X):
+            assert torch.allclose(fast(x), model(x), atol=1e-5)
+
+
 ANSWERED = ["a packed sequence", "a conditional", "a scripted branch", "a scripted number"]
 
 

@@ -61,6 +61,17 @@ def test_transforms_that_surround_the_caller_stay() -> None:
     assert transforms() == (0, -1)
 
 
+def test_transforms_of_every_kind_are_ended() -> None:
+    functions = torch._C._functorch
+    with transforms_ended():
+        functions._jvp_increment_nesting()
+        functions._func_increment_nesting(True)
+        functions._vmap_increment_nesting(2, "error")
+        functions._grad_increment_nesting()
+        functions._vmap_increment_nesting(3, "error")
+    assert transforms() == (0, -1)
+
+
 def test_a_level_of_the_callers_stays() -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(2), torch.full((2,), 3.0))

@@ -78,6 +78,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.timing
 def test_a_call_that_takes_too_long_is_given_up_at_its_next_operator() -> None:
+    seconds_once_loaded(lambda: None, CPU, long_s=60.0, most_s=60.0, loading_s=60.0)  # loads the compiler
     began = time.perf_counter()
     call, left = pausing(5.0, 5.0, 5.0)
     assert seconds_once_loaded(call, CPU, long_s=0.01, most_s=0.12, loading_s=0.3) == math.inf
