@@ -81,10 +81,12 @@ def test_a_bundle_for_several_sizes_keeps_nan(tmp_path: Path) -> None:
     torch.testing.assert_close(found, model(faulty).detach(), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_a_bundle_keeps_nan_in_openvino_as_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["MaxPool", "LSTM", "ScatterElements"])
+def test_a_bundle_keeps_nan_in_openvino_as_before(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
-    model, path, faulty = losing(LOSING["MaxPool"][0]), tmp_path / "robot.ampopt", spoilt(IMAGE)
-    module_of(model, IMAGE).save(path, tune_s=0.0)
+    forward, x = LOSING[kind]
+    model, path, faulty = losing(forward), tmp_path / "robot.ampopt", spoilt(x)
+    module_of(model, x).save(path, tune_s=0.0)
     found = torch.from_numpy(robot.load(path, engine="openvino")(faulty.numpy()))
     torch.testing.assert_close(found, model(faulty).detach(), rtol=1e-4, atol=1e-5, equal_nan=True)
 
