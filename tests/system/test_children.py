@@ -13,14 +13,17 @@ ROOT = str(Path(children.__file__).parents[2])
 
 SCRIPT = """
 import sys
+beside = sys.path.pop(0)  # Python's own pathlib imports an nt from there
 sys.path.append(sys.argv[1])
 from ampopt.system.children import start_child
+sys.path.insert(0, beside)
 print(start_child("own_module", "an argument", cores=1).wait(60))
 """
 
 OWN_MODULE = """
-import pathlib, sys, types
-pathlib.Path(__file__).with_suffix(".txt").write_text(" ".join([types.__name__, *sys.argv[1:]]))
+import sys, types
+with open(__file__.removesuffix("py") + "txt", "w") as file:
+    file.write(" ".join([types.__name__, *sys.argv[1:]]))
 """
 
 
