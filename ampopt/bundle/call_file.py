@@ -79,6 +79,11 @@ def _encode(value: Any, device: torch.device, where: str) -> Any:
     if pytree.is_namedtuple_class(kind):
         parts = [[field, _encode(part, device, where)] for field, part in value._asdict().items()]
         return {"namedtuple": [kind.__name__, parts]}
+    if kind in pytree.SUPPORTED_NODES:
+        raise ExportError(
+            f"{FILE}, {where}: a file cannot hold a {kind.__name__}: a wrapper of the model can take or give "
+            "a dict, a list, a tuple or a namedtuple in its place"
+        )
     return encode_value(value, device, f"{FILE}, {where}")
 
 
