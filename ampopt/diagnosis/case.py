@@ -28,7 +28,7 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import map_tensors
 from ampopt.ir.transform import Pass
 from ampopt.measure.clocks import latency, settled_latency
-from ampopt.measure.headline import Load
+from ampopt.measure.headline import ENOUGH, NARROW, Load
 from ampopt.measure.sampling import Measurement, gain, interleave
 from ampopt.passes import BakeAutocast
 from ampopt.system import flags
@@ -144,13 +144,21 @@ class Case:
         seconds: float = SECONDS,
         elsewhere: Executor | None = None,
     ) -> Counterfactual:
-        """Run and time two ways in turn; with `elsewhere`, the second one in its thread."""
+        """Run and time two ways in turn, until their interval is narrow.
+
+        With `elsewhere` the second one runs in its thread.
+        """
         changed = settled_latency(after, self.device)
         samplers = {
             "before": settled_latency(before, self.device),
             "after": changed if elsewhere is None else lambda: flags.work_elsewhere(elsewhere, changed),
         }
-        found = interleave(samplers, seconds=seconds, least=LEAST, most=MOST)
+
+        def is_told(timed: Mapping[str, Measurement]) -> bool:
+            found = gain(timed["before"], timed["after"])
+            return len(timed["before"].samples) >= ENOUGH and found.high <= NARROW * found.low
+
+        found = interleave(samplers, seconds=seconds, least=LEAST, most=MOST, until=is_told)
         return Counterfactual(
             change, found["before"], found["after"], gain(found["before"], found["after"]), of
         )

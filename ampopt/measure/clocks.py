@@ -40,7 +40,7 @@ def latency(
 
 
 SETTLE_S = 0.03
-"""How long, in seconds, calls run untimed before one that `settled_latency` times."""
+"""How long, in seconds, calls run untimed before one that `settled_latency` times: at most eight of them."""
 
 
 def settled_latency(call: Callable[[], object], device: torch.device, *, last_s: float = 0.0) -> Sampler:

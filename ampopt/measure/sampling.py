@@ -17,6 +17,9 @@ Sampler = Callable[[], float]
 LONG_CALL_S = 0.02
 """From this duration on, a call is timed without an untimed call before it."""
 
+SETTLED = 8
+"""After so many calls a subject takes about what it takes in a loop, however short they are."""
+
 TOO_WIDE = 1.5
 """From this ratio between its ends on, an interval is too wide to be used.
 
@@ -207,7 +210,7 @@ def latency(
 
     An untimed call runs before each timed one, so that the caches hold the subject's own data and not that of
     other subjects; from `long_s` on, caches do not matter. With `settle_s`, untimed calls run for as many
-    seconds. `last_s` is the time of the last call before these, if known.
+    seconds, at most `SETTLED`. `last_s` is the time of the last call before these, if known.
     """
     last = last_s
 
@@ -216,7 +219,9 @@ def latency(
         if last < long_s:
             settled = time.perf_counter() + settle_s
             call()
-            while time.perf_counter() < settled:
+            for _ in range(SETTLED - 1):
+                if time.perf_counter() >= settled:
+                    break
                 synchronize()
                 call()
         synchronize()

@@ -160,7 +160,9 @@ def test_a_call_that_was_long_is_timed_without_another_before_it(last_s: float, 
     assert len(made) == calls
 
 
-@pytest.mark.parametrize(("settle_s", "last_s", "calls"), [(0.0, 0.0, 2), (5.0, 0.0, 6), (5.0, 9.0, 1)])
+@pytest.mark.parametrize(
+    ("settle_s", "last_s", "calls"), [(0.0, 0.0, 2), (5.0, 0.0, 6), (99.0, 0.0, 9), (5.0, 9.0, 1)]
+)
 def test_a_call_settles_before_it_is_timed(
     settle_s: float, last_s: float, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
