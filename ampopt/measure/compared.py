@@ -116,7 +116,7 @@ def _times(measured: Measurement) -> dict[str, Any]:
 def _factor(gain: Gain) -> str:
     """What may be said of a gain in a cell of the table."""
     if gain.is_vague:
-        return f"too busy to tell: {interval(gain)}"
+        return f"{'faster, ' if gain.is_surely_faster else ''}too busy to tell: {interval(gain)}"
     if gain.at_least > 1 or gain.is_loss:
         return f"{gain.ratio:.2f}x, {interval(gain)}"
     return f"no difference: {interval(gain)}"

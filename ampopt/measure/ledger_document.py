@@ -78,14 +78,17 @@ def _verdict(ledger: Ledger) -> tuple[str, Tone]:
         return "Nothing is faster and verified: the original model answers.", "warn"
     if ledger.chosen is None or ledger.gain is None:
         return "No lane was chosen.", "warn"
-    tone: Tone = "good" if ledger.gain.at_least > 1 else "warn"
+    tone: Tone = "good" if ledger.gain.at_least > 1 or ledger.gain.is_surely_faster else "warn"
     return f"{ledger.chosen} lane: {told(ledger.gain, CALLED_NOW, ledger.load)}.", tone
 
 
 def _figures(ledger: Ledger) -> Iterator[Figure]:
     lane = ledger.lanes.get(ledger.chosen or "")
     if lane is not None and ledger.gain is not None:
-        yield Figure("faster, at least", f"{ledger.gain.at_least:.2f}×", f"{interval(ledger.gain)} measured")
+        label, value = "faster, at least", f"{ledger.gain.at_least:.2f}×"
+        if ledger.gain.is_vague and ledger.gain.is_surely_faster:
+            label, value = "faster", "factor unclear"
+        yield Figure(label, value, f"{interval(ledger.gain)} measured")
     if ledger.baseline is not None:
         yield Figure(CALLED_NOW, f"{_ms(ledger.baseline)} ms", _p99(ledger.baseline))
     if lane is not None:

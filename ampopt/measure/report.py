@@ -30,7 +30,8 @@ def told(gain: Gain, than: str, load: Load | None = None) -> str:
     if gain.is_vague:
         why = "the machine is too busy" if load is not None and load.is_high else "the times vary too much"
         seen = "" if load is None else f"; {load}"
-        return f"{why} to tell whether it is faster than {than} ({measured}{seen})"
+        what = "by how much" if gain.is_surely_faster else "whether"
+        return f"{why} to tell {what} it is faster than {than} ({measured}{seen})"
     if gain.at_least > 1:
         return f"at least {gain.at_least:.2f}x faster than {than} ({measured})"
     return f"{'slower than' if gain.is_loss else 'no difference from'} {than} ({measured})"

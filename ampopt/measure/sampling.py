@@ -109,6 +109,11 @@ class Gain:
         return self.high > TOO_WIDE * self.low
 
     @property
+    def is_surely_faster(self) -> bool:
+        """Whether it is faster though its interval may be too wide to tell by how much: all of it is."""
+        return self.low > TOO_WIDE
+
+    @property
     def at_least(self) -> float:
         """The speedup to report: the lower end, rounded down to hundredths; 1 if not significant."""
         return math.floor(100 * self.low + 1e-9) / 100 if self.is_real and not self.is_vague else 1.0

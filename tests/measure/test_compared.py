@@ -34,6 +34,7 @@ def comparison(*rows: ComparedPass, notes: tuple[str, ...] = ()) -> Comparison:
         (Gain(1.3, 0.98, 1.4), "12.345 (no difference: 0.98 to 1.40)"),
         (Gain(1.004, 1.001, 1.007), "12.345 (no difference: 1.00 to 1.01)"),
         (Gain(2.55, 1.01, 6.0), "12.345 (too busy to tell: 1.01 to 6.00)"),
+        (Gain(2.55, 1.51, 6.0), "12.345 (faster, too busy to tell: 1.51 to 6.00)"),
     ],
 )
 def test_a_cell_says_no_more_than_was_measured(gain: Gain, said: str) -> None:

@@ -152,6 +152,8 @@ VAGUE = Gain(2.55, 0.9, 6.0)
          "faster than as you call it now (2.55x in the median, 0.90 to 6.00; load average 11.0 on 2 cores)"),
         ({"gain": VAGUE, "load": Load(0.5, 2)}, "the times vary too much to tell whether it is faster than "
          "as you call it now (2.55x in the median, 0.90 to 6.00; load average 0.5 on 2 cores)"),
+        ({"gain": Gain(2.4, 1.71, 3.08), "load": Load(1.8, 2)}, "fp32 lane, the times vary too much to tell "
+         "by how much it is faster than as you call it now (2.40x in the median, 1.71 to 3.08; load "),
         ({"gain": VAGUE}, "the times vary too much to tell whether it is faster than as you call it now "
          "(2.55x in the median, 0.90 to 6.00)"),
     ],

@@ -71,6 +71,8 @@ def test_every_verdict_has_a_tone() -> None:
         ({}, "good", "fp32 lane: at least 1.90x faster than as you call it now"),
         ({"chosen": ORIGINAL}, "warn", "Nothing is faster and verified"),
         ({"gain": Gain(1.0, 0.98, 1.02)}, "warn", "no difference"),
+        ({"gain": Gain(2.4, 1.71, 3.08)}, "good", "too much to tell by how much it is faster"),
+        ({"gain": Gain(2.4, 1.4, 3.08)}, "warn", "too much to tell whether it is faster"),
         ({"chosen": None}, "warn", "No lane was chosen"),
     ],
 )
@@ -78,6 +80,19 @@ def test_the_verdict_says_no_more_than_was_measured(changes: Any, tone: str, sai
     found = ledger(**changes).document()
     assert found.tone == tone
     assert said in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("gain", "label", "value"),
+    [
+        (Gain(2.0, 1.9, 2.1), "faster, at least", "1.90×"),
+        (Gain(2.4, 1.71, 3.08), "faster", "factor unclear"),
+        (Gain(2.4, 1.4, 3.08), "faster, at least", "1.00×"),
+    ],
+)
+def test_a_figure_has_no_factor_that_was_not_told(gain: Gain, label: str, value: str) -> None:
+    first = ledger(gain=gain).document().figures[0]
+    assert (first.label, first.value) == (label, value)
 
 
 def test_lanes_that_were_all_refused_are_a_failure() -> None:
