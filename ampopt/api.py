@@ -192,7 +192,7 @@ def optimize(
                 return _served_itself(model, example_inputs, given, device, options, error, started)
             call_s = _seconds_of_a_slow_call(original, args, kwargs, options, started)
             busy = None
-            if call_s is not None:
+            if call_s is not None and call_s < Budget(started, options.budget_s).left_s:  # it was measured
                 again = functools.partial(seconds_of_a_call, original, args, kwargs, options.budget_s)
                 waiting = fewer_threads_if_they_wait(call_s, sandbox.device, again)
                 call_s, busy = threads.enter_context(waiting)

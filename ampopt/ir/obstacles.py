@@ -60,7 +60,7 @@ def obstacle(error: BaseException) -> str | None:
 
 def _asks_for_values(error: BaseException) -> str | None:
     """What needs a tensor's values, where PyTorch's error is a bare name or its compiler's own words."""
-    lacks = f"which are not known when PyTorch {torch.__version__} captures; a later version may do without"
+    lacks = f"which are not known when PyTorch {torch.__version__} captures"
     if type(error).__name__ == "DataDependentOutputException":
         return f"{error} asks for values of tensors, {lacks}"
     if "Could not extract specialized integer from data-dependent expression" in str(error):

@@ -112,3 +112,14 @@ def test_a_search_among_other_work_is_made_in_one_thread_and_says_so(
     )
     assert facts["threads"] == "1"
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_no_time_of_a_call_is_told_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_threads, "load_now", load_of(8.0))
+    monkeypatch.setattr(waiting_threads, "SLOW_CALL_S", 0.0)
+    monkeypatch.setattr("ampopt.system.budget.MARGIN_S", 0.0)  # its time is over before a measurement
+    monkeypatch.setattr("ampopt.api.seconds_of_a_call", by_threads(0.9, 1e-6))
+    fast = ampopt.optimize(nn.Linear(3, 3).eval(), torch.randn(1, 3), budget_s=1e-3, progress=False)
+    assert not any("wait for each other" in note for note in fast.report.notes)
+    assert fast.report.environment["threads"] == "2"
