@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 from ampopt.ir.eager_mode import EagerMode
 
+aten = torch.ops.aten
+
 
 def is_rounded(tensor: Tensor) -> bool:
     """Whether a tensor has real or complex numbers with a fraction."""
@@ -156,12 +158,8 @@ def rounded_anew(
     return (tensor.double() * (1 + noise.to(tensor.device))).to(tensor.dtype)
 
 
-MOST_UNCERTAIN = 2
-"""The try of `roundings_of_sums` with most roundings."""
-
-
-def roundings_of_sums(dtype: torch.dtype, seed: int) -> float:
-    """The number of roundings for one of several tries to perturb results in `dtype`: 1, 4 or 16.
+def roundings_of_sums(dtype: torch.dtype, seed: int = 2) -> float:
+    """The number of roundings for one of several tries to perturb results in `dtype`: 1, 4 or, the most, 16.
 
     Another order of 64 terms has changed a float32 sum by 12 (a 1x1 convolution of PyTorch 2.15 on an AMD
     EPYC). Sums of lower precisions are kept in float32 and rounded once.
@@ -169,12 +167,39 @@ def roundings_of_sums(dtype: torch.dtype, seed: int) -> float:
     return 4.0 ** (seed % 3) if dtype is torch.float32 else 1.0
 
 
+_PLAIN_SUMS = {aten.sum.default, aten.sum.dim_IntList}
+_SUMS = {*_PLAIN_SUMS, aten.mean.default, aten.mean.dim}
+
+
+def uncertainty_of_sum(
+    roundings: float, result: Tensor, func: Any, terms: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The most by which another order of its n terms changes each element of a sum or mean, in float64.
+
+    It is made of the roundings of partial sums, in float32 or float64. Where terms cancel, these are larger
+    than the sum: of terms of mean 0 and deviation d, the partial sum of k terms is about d sqrt(k), and the
+    roundings of all add up to a standard deviation of about 0.4 roundings of d n; one rounding of the root
+    mean square times n is counted. Of equal terms every partial sum may round to the same side: n / 2
+    roundings of the sum for one that is made term by term, and n / 32 in the 16 lanes of a processor, which
+    are counted where other sums are as uncertain as 16 `roundings`, see `roundings_of_sums`.
+    """
+    options = {name: value for name, value in kwargs.items() if name != "dtype"}
+    squares = torch.square(terms.detach().double())
+    root, count = func(squares, *args, **options).sqrt(), terms.numel() / max(result.numel(), 1)
+    if func in _PLAIN_SUMS:
+        root = root * math.sqrt(count)
+    own = torch.float64 if terms.dtype is torch.float64 else torch.float32
+    uncertain = (root + result.double().abs() * roundings / 16 * count / 32) * (torch.finfo(own).eps / 2)
+    return uncertain.nan_to_num(0.0, 0.0, 0.0)  # NaN and infinities stay what they are
+
+
 class ResultsRoundedAnew(EagerMode):
     """A mode in which operators' results are changed at random by up to `roundings` roundings to `dtype`.
 
     The roundings are those of the result's own dtype if it is coarser, or complex: no lane lowers that. Sums
     of many numbers are as uncertain as their partial sums, which rounding their terms does not show, see
-    `roundings_of_sums`. Results written in place, or sharing memory with an argument, are not changed.
+    `roundings_of_sums`; sums and means of known terms change by `uncertainty_of_sum`, too. Results written in
+    place, or sharing memory with an argument, are not changed. With no roundings, sums alone change.
     """
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator, roundings: float = 1.0) -> None:
@@ -186,10 +211,15 @@ class ResultsRoundedAnew(EagerMode):
         result = func(*args, **(kwargs or {}))
         if any(each.alias_info is not None for each in func._schema.returns):
             return result
-        return pytree.tree_map_only(Tensor, self._moved, result)
+        moved = pytree.tree_map_only(Tensor, self._moved, result)
+        if func not in _SUMS or not result.is_floating_point() or args[0].layout is not torch.strided:
+            return moved
+        noise = torch.rand(result.shape, generator=self.generator, device=self.generator.device) * 2 - 1
+        uncertain = uncertainty_of_sum(self.roundings, result, func, *args, **(kwargs or {}))
+        return moved + (noise.to(result.device) * uncertain).to(result.dtype)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        if not is_rounded(tensor):
+        if not is_rounded(tensor) or not self.roundings:
             return tensor
         own = tensor.dtype
         coarser = own if tensor.is_complex() else max(self.dtype, own, key=lambda d: torch.finfo(d).eps)

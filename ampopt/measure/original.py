@@ -19,14 +19,7 @@ from ampopt.ir.in_float64 import SCOPES, Scope, copy_in_float64
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
-from ampopt.ir.numerics import (
-    MOST_UNCERTAIN,
-    ResultsRoundedAnew,
-    relative_error,
-    rounded_anew,
-    roundings_of_sums,
-    widened,
-)
+from ampopt.ir.numerics import ResultsRoundedAnew, relative_error, rounded_anew, roundings_of_sums, widened
 from ampopt.ir.settings import Settings, autocast_scope
 from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.clocks import synchronize
@@ -153,13 +146,14 @@ class Original:
         *,
         within: bool = False,
         unlimited: bool = False,
-        uncertain: bool = False,
+        roundings: float | None = None,
     ) -> Iterator[Run]:
         """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times.
 
-        `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype. `uncertain`: sums
-        within are as uncertain as another order of their terms can make them, each time. All are of one copy
-        of the model, whose weights the next one rounds anew: a run is no use after the next was asked for.
+        `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype. `roundings`: the
+        number for each result within (None: see `roundings_of_sums`); with 0 only sums whose terms cancel
+        change. All are of one copy of the model, whose weights the next one rounds anew: a run is no use
+        after the next was asked for.
         """
         model = private_copy(self._model)
         eager = self.eager(FP32 if unlimited else lane, model)
@@ -173,7 +167,7 @@ class Original:
                 *tensors: Tensor,
                 run: Run = eager,
                 seeded: torch.Generator = generator,
-                sums: float = roundings_of_sums(lane.dtype, MOST_UNCERTAIN if uncertain else seed),
+                sums: float = roundings_of_sums(lane.dtype, seed) if roundings is None else roundings,
             ) -> Any:
                 inputs = [rounded_anew(tensor, _lowered(tensor, lane), seeded) for tensor in tensors]
                 with ResultsRoundedAnew(lane.dtype, seeded, sums) if within else contextlib.nullcontext():

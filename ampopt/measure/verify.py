@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ampopt.errors import InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
-from ampopt.ir.numerics import Check, is_rounded, relative_error, widened
+from ampopt.ir.numerics import Check, is_rounded, relative_error, roundings_of_sums, widened
 from ampopt.ir.signature import own_copies
 from ampopt.ir.unchecked_reads import divides_towards_zero, why_nan_may_crash
 from ampopt.measure.clocks import synchronize
@@ -71,12 +71,12 @@ class Verifier(Original):
     The limit for each output is a small multiple of eager's own error in the same lane, and at most
     `Limits.largest`. A model with a discontinuity (the arg-max of a pooling window) can make a large jump
     because of rounding alone, which eager happens not to make. So if a program is over the limit on a draw,
-    eager itself runs on that draw with changed rounding of weights and inputs, and the change of its outputs
-    counts as eager's own error. A lane in which eager overflows, or is too inexact on most draws, has another
-    yardstick, see `yardstick`. Outside of the examples' range what it computes is rounded anew, too: it may
-    amplify there how sums are rounded, of which each engine has orders of its own. A model with a state is
-    called several times in succession from its initial state, and every output and state of every call
-    counts.
+    eager itself runs on that draw with changed rounding of weights and inputs, and of sums whose terms
+    cancel, and the change of its outputs counts as eager's own error. A lane in which eager overflows, or is
+    too inexact on most draws, has another yardstick, see `yardstick`. Outside of the examples' range all that
+    it computes is rounded anew, too: it may amplify there how sums are rounded, of which each engine has
+    orders of its own. A model with a state is called several times in succession from its initial state, and
+    every output and state of every call counts.
     """
 
     def __init__(
@@ -225,7 +225,8 @@ class Verifier(Original):
         if (lane, draw.name, within) not in self._jumps:
             worst = [0.0] * len(self.reference(draw)[0])
             times = 1 if within and self.exact_s > UNCERTAIN_S else ROUNDINGS
-            for moved in self.runs_rounded_anew(lane, times, within=within, uncertain=within):
+            roundings = roundings_of_sums(lane.dtype) if within else 0.0
+            for moved in self.runs_rounded_anew(lane, times, within=True, roundings=roundings):
                 with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
                     errors = [e if math.isfinite(e) else 0.0 for e in self.errors(moved, draw)]
                     worst = [max(pair) for pair in zip(worst, errors, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ampopt.ir.numerics import fresh_draw, relative_error, rounded_anew, widened
+from ampopt.ir.numerics import ResultsRoundedAnew, fresh_draw, relative_error, rounded_anew, widened
 
 INF, NAN = float("inf"), float("nan")
 
@@ -134,3 +135,28 @@ def test_booleans_and_bytes_of_one_value_are_drawn_from_all(
 def test_integers_of_one_value_stay_so_that_indices_stay_valid() -> None:
     example = torch.full((8,), 5)
     assert torch.equal(fresh_draw(example, torch.Generator()), example)
+
+
+@pytest.mark.parametrize(
+    "sum_of", [torch.sum, torch.mean, lambda x: x.mean((0, 1)), lambda x: x.sum(-1).sum()]
+)
+def test_sums_whose_terms_cancel_change_as_another_order_changes_them(sum_of: Any) -> None:
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(13))
+    in_turn = float(x.numpy().cumsum()[-1]) / (1 if sum_of(torch.ones(2, 2)) > 1 else x.numel())
+    exact, changes = sum_of(x.double()), []
+    for seed in range(6):
+        with ResultsRoundedAnew(torch.float32, torch.Generator().manual_seed(seed), 0.0):
+            changes.append(float((sum_of(x) - exact).abs()))
+    assert 0.2 * float((in_turn - exact).abs()) < max(changes) < 1e-4 * float(exact.abs())
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_sums_of_what_is_not_finite_stay_what_they_are(value: float) -> None:
+    x = torch.ones(3, 4)
+    x[1, 2] = value
+    with ResultsRoundedAnew(torch.float32, torch.Generator().manual_seed(0), 16.0):
+        moved = x.sum(1), x.mean(), torch.ones(2, 0).mean(1), torch.ones(4, dtype=torch.int64).sum()
+    assert torch.allclose(moved[0], x.sum(1), rtol=1e-5, equal_nan=True)
+    assert torch.allclose(moved[1], x.mean(), equal_nan=True)
+    assert bool(moved[2].isnan().all())
+    assert int(moved[3]) == 4

@@ -123,7 +123,7 @@ def amplifying(wide: float) -> nn.Module:
     return Model(lambda m, x: torch.exp(80 * x.mean(1) / wide))
 
 
-@pytest.mark.parametrize(("off", "passes"), [(5e-7, True), (1e-5, False)])
+@pytest.mark.parametrize(("off", "passes"), [(5e-7, True), (1e-4, False)])
 def test_far_outside_another_order_of_sums_may_change_as_much_as_rounding_them_does(
     off: float, passes: bool
 ) -> None:
@@ -171,7 +171,7 @@ def test_where_references_take_long_that_is_seen_once_and_for_what_is_near_its_l
         return [torch.exp(80 * (x.mean(1) * (1 + off * is_constant)) / wide)]
 
     assert verifier.check(moved, FP32, everywhere=True).passed is passes
-    assert sum(options.get("within", False) for options in seen) == runs
+    assert sum(bool(options["roundings"]) for options in seen) == runs
 
 
 def test_in_the_examples_range_the_rounding_of_sums_is_no_licence() -> None:
@@ -181,6 +181,17 @@ def test_in_the_examples_range_the_rounding_of_sums_is_no_licence() -> None:
     moved = verifier.check(lambda x: [torch.exp(80 * (x.mean(1) * (1 + 5e-7)) / 4.0)], FP32)
     assert not moved.passed
     assert verifier.check(verifier.eager(FP32), FP32).passed
+
+
+@pytest.mark.parametrize(("off", "passes"), [(0.0, True), (1e-3, False)])
+def test_a_sum_whose_terms_cancel_may_be_made_in_another_order(off: float, passes: bool) -> None:
+    """ONNX Runtime's mean of 6,144 numbers around 0 had an error of 1.9e-5, and eager's luck was 4e-7."""
+    x = torch.randn(6144, generator=torch.Generator().manual_seed(3))
+    x -= x.double().mean() - 5e-4
+    verifier, _ = verifier_of(Model(lambda m, x: x.mean()), x)
+    in_turn = verifier.check(lambda x: [torch.tensor(x.numpy().cumsum()[-1] / 6144 * (1 + off))], FP32)
+    assert in_turn.error > FP32.limits.allowed(verifier.own_error(FP32)), "the case is not one"
+    assert in_turn.passed is passes
 
 
 def test_where_eager_overflows_or_is_no_yardstick_nothing_is_decided() -> None:
