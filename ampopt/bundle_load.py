@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ampopt import robot
 from ampopt.bundle.files import BundleFiles, naming, open_bundle
 from ampopt.deploy.bundle_read import read_bundle
-from ampopt.deploy.known_backend import BackendCache, KnownBackend
+from ampopt.deploy.known_backend import CHOOSING_S, BackendCache, KnownBackend, fastest, known_from
 from ampopt.deploy.loaded_model import LoadedModel, SelfTestCall, Way, run_self_test, with_state
 from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.runtime import OptimizedModule
@@ -31,11 +31,8 @@ from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.ir.symbolic_capture import standing_for_all
 from ampopt.ir.transform import Engine, Recipe, replay
-from ampopt.measure.clocks import REST_S, engine_latency
 from ampopt.measure.headline import is_busy
 from ampopt.measure.ledger import Ledger
-from ampopt.measure.sampling import interleave
-from ampopt.ort.backend_choice import Timed, best
 from ampopt.ort.knobs import thread_counts
 from ampopt.ort.options import CUDA, SessionOptions
 from ampopt.search.optimizer import Optimizer
@@ -49,9 +46,6 @@ from ampopt.system.wording import argument
 logger = logging.getLogger("ampopt")
 
 BACKENDS = ("auto", "ampopt", "onnxruntime", "openvino", "original")
-
-CHOOSING_S = 2.0
-"""Time in seconds that "auto" spends on measuring its backends."""
 
 _MACHINE = ("ampopt", "device", "torch", "cuda", "cudnn", "driver", "threads", "instructions")
 """Facts of the fingerprint that a recipe's measurements hold for."""
@@ -111,8 +105,9 @@ def load(
         path: a bundle that `OptimizedModule.save` wrote.
         backend: "ampopt", "onnxruntime", "openvino", "original", or "auto": the best of the first two that
             are available, and of OpenVINO if the bundle was fastest in it, by median latency, tail latency
-            and threads (`ampopt.ort.backend_choice`). That is measured for two seconds at the first load on
-            a machine that is not busy, and kept in the cache folder, for each `budget_s`.
+            and threads (`ampopt.ort.backend_choice`). That is measured for two seconds when a bundle is
+            saved, and for another machine or other libraries at the first load there; on one that is not
+            busy it is kept in the cache folder, for each `budget_s`.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
@@ -135,6 +130,8 @@ def load(
         captured, recipe, tests = read_bundle(files, where, types, was_tried=known is not None)
         state = tests[0].state
         inside = with_state(captured, len(state)) if state else captured
+    if known is None and backend == "auto":
+        known = known_from(files, where, cache.backends)
     threads = torch.get_num_threads() if where.type == "cpu" else 1
     makers: dict[str, Callable[[list[str]], Way]] = {
         "ampopt": lambda notes: Way(_own(files, inside, recipe, budget_s, notes), threads),
@@ -185,6 +182,7 @@ def _chosen(
         else:
             notes += told
             model.choice = known.measured
+            cache.store(known)
             return model
     loaded: list[LoadedModel] = []
     for name in cache.backends:
@@ -333,17 +331,11 @@ def _best(loaded: Sequence[LoadedModel], test: SelfTestCall, device: torch.devic
     """The backend that serves best here, with what was measured of each as its `choice`."""
     if len(loaded) == 1:
         return loaded[0]
-    rest = REST_S if device.type == "cpu" else 0.0
     calls = {
-        model.backend: engine_latency(
-            functools.partial(model.step, test.state, test.args, test.kwargs), device, rest_s=rest
-        )
-        for model in loaded
+        each.backend: (functools.partial(each.step, test.state, test.args, test.kwargs), each.threads)
+        for each in loaded
     }
-    with torch.no_grad():
-        latencies = interleave(calls, seconds=CHOOSING_S)
-    timed = {model.backend: Timed(latencies[model.backend], model.threads) for model in loaded}
-    chosen = best(timed)
-    (model,) = (model for model in loaded if model.backend == chosen)
-    model.choice = {backend: str(way) for backend, way in timed.items()}
+    found = fastest(calls, device, CHOOSING_S)
+    (model,) = (each for each in loaded if each.backend == found.backend)
+    model.choice = found.measured
     return model

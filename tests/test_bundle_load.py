@@ -294,7 +294,8 @@ def test_auto_looks_at_the_tail_and_at_threads(
 
     fingerprint = open_bundle(bundle).manifest["fingerprint"]
     monkeypatch.setattr("ampopt.bundle_load.environment", lambda device: fingerprint)
-    monkeypatch.setattr("ampopt.bundle_load.interleave", made_up)
+    monkeypatch.setattr("ampopt.deploy.known_backend.interleave", made_up)
+    monkeypatch.setattr("ampopt.bundle_load.known_from", lambda *given: None)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     loaded = ampopt.load(bundle, device="cpu")
     assert loaded.backend == chosen

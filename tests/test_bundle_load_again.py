@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from torch import nn
 import ampopt
 from ampopt import bundle_load
 from ampopt.bundle import program_file
-from ampopt.bundle.files import open_bundle
+from ampopt.bundle.files import open_bundle, write_bundle
 from ampopt.bundle.trial_run import try_out
+from ampopt.deploy import known_backend
+from ampopt.deploy.known_backend import BACKEND
 from ampopt.deploy.loaded_model import LoadedModel
 from ampopt.errors import BundleError
 from ampopt.measure.sampling import Measurement
@@ -36,9 +39,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("bundle") / "robot.ampopt")
 
 
-def saved(path: Path, channels: int = 8) -> Path:
+def saved(path: Path, channels: int = 8, *, busy: bool = True) -> Path:
+    """A bundle, which does not tell what is best where it is saved if that machine is busy."""
     model = with_statistics(nn.Sequential(nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.Flatten()))
-    module_of(model, X, passes=(FoldConvBn(),)).save(path, tune_s=0.1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(known_backend, "is_busy", lambda: busy)
+        module_of(model, X, passes=(FoldConvBn(),)).save(path, tune_s=0.1)
     return path
 
 
@@ -63,7 +69,7 @@ class Bench:
             return LoadedModel(files, captured, way, name, state)
 
         monkeypatch.setattr(bundle_load, "LoadedModel", make)
-        monkeypatch.setattr(bundle_load, "interleave", self.interleave)
+        monkeypatch.setattr(known_backend, "interleave", self.interleave)
         monkeypatch.setattr(bundle_load, "is_busy", lambda: False)
 
     def interleave(self, calls: Mapping[str, object], **options: object) -> dict[str, Measurement]:
@@ -184,3 +190,69 @@ def test_facts_of_another_form_are_not_believed(
 ) -> None:
     monkeypatch.setattr(cached_facts, "find", lambda folder, key: facts)
     assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that tells what is best where it was saved, which it measured."""
+    pytest.importorskip("onnxruntime")
+    return saved(tmp_path_factory.mktemp("told") / "robot.ampopt", busy=False)
+
+
+def with_backend(told: Path, path: Path, **facts: object) -> Path:
+    """A copy of a bundle with other facts in its file of the best backend."""
+    opened = open_bundle(told)
+    own = json.loads(opened.read(BACKEND)) | facts
+    files: dict[str, bytes | Path] = {name: opened.read(name) for name in opened.names}
+    manifest = {name: value for name, value in opened.manifest.items() if name not in ("files", "schema")}
+    write_bundle(path, manifest, files | {BACKEND: json.dumps(own).encode()})
+    return path
+
+
+@pytest.mark.parametrize("best", BOTH)
+def test_the_first_load_where_a_bundle_was_saved_makes_only_what_was_best_there(
+    bench: Bench, told: Path, tmp_path: Path, best: str
+) -> None:
+    measured = json.loads(open_bundle(told).read(BACKEND))["measured"]
+    assert all("median" in measured[name] for name in BOTH)
+    path = with_backend(told, tmp_path / "robot.ampopt", backend=best)
+    assert bench.load(path) == (best, [best], 0)
+    assert ampopt.load(path, device="cpu").choice == measured
+
+
+def test_the_program_of_a_bundle_that_tells_what_is_best_is_tried_all_the_same(
+    bench: Bench, told: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is as little to be trusted as the rest of it; an earlier load's own word is."""
+    tried = list[str]()
+
+    def noting(*args: Any) -> None:
+        tried.append("tried")
+        try_out(*args)
+
+    monkeypatch.setattr(program_file, "try_out", noting)
+    for _ in range(2):
+        assert bench.load(told)[2] == 0
+        assert tried == ["tried"]
+
+
+@pytest.mark.parametrize(
+    "facts", [{"machine": "another"}, {"backend": "tensorrt"}, {"backend": []}, {"measured": [1]}]
+)
+def test_what_was_best_on_another_machine_or_is_not_known_is_measured(
+    bench: Bench, told: Path, tmp_path: Path, facts: dict[str, object]
+) -> None:
+    path = with_backend(told, tmp_path / "robot.ampopt", **facts)
+    assert bench.load(path) == ("onnxruntime", BOTH, 1)
+
+
+def test_where_the_best_of_a_bundle_does_not_work_the_others_are_asked(
+    bench: Bench, told: Path, tmp_path: Path
+) -> None:
+    path = with_backend(told, tmp_path / "robot.ampopt", backend="onnxruntime")
+    bench.failing = {"onnxruntime"}
+    assert bench.load(path) == ("ampopt", ["ampopt"], 0)
+
+
+def test_a_busy_machine_tells_nothing(bundle: Path, told: Path) -> None:
+    assert set(open_bundle(told).names) - set(open_bundle(bundle).names) == {BACKEND}

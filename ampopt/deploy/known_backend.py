@@ -1,18 +1,38 @@
-"""Which backend served a bundle best when it was first loaded on this machine: it is measured once."""
+"""Which backend serves a bundle best on a machine: it is measured once.
+
+That is where the bundle is saved, or at its first load on a machine that differs from that one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from ampopt.bundle.files import BundleFiles
+from ampopt.deploy.onnx_verify import to_numpy
+from ampopt.ir.capture import Captured
+from ampopt.measure.clocks import REST_S, engine_latency
+from ampopt.measure.headline import is_busy
+from ampopt.measure.sampling import interleave
+from ampopt.ort.backend_choice import Timed, best
+from ampopt.ort.session import Array
 from ampopt.system import cached_facts
 from ampopt.system.cache_folder import cache_folder
 from ampopt.system.environment import machine_facts
+
+CHOOSING_S = 2.0
+"""Time in seconds for which the backends of a bundle are measured."""
+
+BACKEND = "backend.json"
+"""The file of a bundle that tells which backend was best where it was saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +41,92 @@ class KnownBackend:
 
     backend: str
     measured: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """What takes and gives a model's arrays, and how many threads of the processor it takes."""
+
+    run: Callable[..., Sequence[Array]]
+    threads: int
+
+
+def fastest(
+    calls: Mapping[str, tuple[Callable[[], object], int]], device: torch.device, seconds: float
+) -> KnownBackend:
+    """The backend that serves best, of calls without arguments and the threads that each takes, by name.
+
+    They take turns for so many seconds; see `ampopt.ort.backend_choice`.
+    """
+    rest_s = REST_S if device.type == "cpu" else 0.0
+    samplers = {name: engine_latency(call, device, rest_s=rest_s) for name, (call, _) in calls.items()}
+    with torch.no_grad():
+        latencies = interleave(samplers, seconds=seconds)
+    timed = {name: Timed(latencies[name], threads) for name, (_, threads) in calls.items()}
+    return KnownBackend(best(timed), {name: str(way) for name, way in timed.items()})
+
+
+def backend_file(
+    module: Callable[..., Any],
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    runners: Mapping[str, Runner],
+    seconds: float,
+) -> dict[str, bytes]:
+    """The file of a bundle that tells which backend serves it best on this machine.
+
+    The module itself stands for the program that a load makes of its recipe; `inputs` are the runners', in
+    the order of the call. No file where the machine is busy: what it measures then is of other work.
+    """
+    if is_busy():
+        return {}
+    device = captured.program.device
+    args, kwargs = pytree.tree_unflatten(list(captured.inputs), captured.spec)
+
+    def framed(runner: Runner) -> None:
+        outputs = runner.run(*(to_numpy(tensor) for tensor in inputs))
+        for array, border in zip(outputs, captured.program.exit, strict=True):
+            torch.from_numpy(array).to(device, border.dtype)
+
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "ampopt": (functools.partial(module, *args, **kwargs), threads),
+        **{name: (functools.partial(framed, each), each.threads) for name, each in runners.items()},
+    }
+    found = fastest(calls, device, seconds)
+    facts = {"machine": _machine(device, list(calls)), **dataclasses.asdict(found)}
+    return {BACKEND: json.dumps(facts, indent=1).encode()}
+
+
+def known_from(files: BundleFiles, device: torch.device, backends: Sequence[str]) -> KnownBackend | None:
+    """What was best where a bundle was saved, if that machine and its libraries are like these."""
+    if BACKEND not in files.names:
+        return None
+    try:
+        facts = json.loads(files.read(BACKEND))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(facts, dict) or facts.get("machine") != _machine(device, backends):
+        return None
+    return _known(facts, backends)
+
+
+def _machine(device: torch.device, backends: Sequence[str]) -> str:
+    return _hash([list(backends), *machine_facts(device)])
+
+
+def _hash(facts: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _known(facts: Any, backends: Sequence[str]) -> KnownBackend | None:
+    """A choice as `KnownBackend` has it, from JSON; None where that holds none of these backends."""
+    if not isinstance(facts, dict) or facts.get("backend") not in backends:
+        return None
+    measured = facts.get("measured")
+    if not isinstance(measured, dict):
+        return None
+    return KnownBackend(facts["backend"], {str(name): str(text) for name, text in measured.items()})
 
 
 class BackendCache:
@@ -39,21 +145,16 @@ class BackendCache:
         """
         self.backends, self._folder = backends, cache_folder()
         facts = ["the backend of a bundle", manifest, list(backends), budget_s, *machine_facts(device)]
-        self._key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        self._key = _hash(facts)
 
     def find(self) -> KnownBackend | None:
         """What an earlier load has chosen; None where that is not known."""
         found = None if self._folder is None else cached_facts.find(self._folder, self._key)
-        if not isinstance(found, dict) or found.get("backend") not in self.backends:
-            return None
-        measured = found.get("measured")
-        if not isinstance(measured, dict):
-            return None
-        return KnownBackend(found["backend"], {str(name): str(text) for name, text in measured.items()})
+        return _known(found, self.backends)
 
     def store(self, chosen: KnownBackend) -> None:
         """Keep a choice for the next load."""
-        if self._folder is not None:
+        if self._folder is not None and self.find() != chosen:
             cached_facts.store(self._folder, self._key, dataclasses.asdict(chosen))
 
     def forget(self) -> None:

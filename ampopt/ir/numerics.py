@@ -189,7 +189,9 @@ def uncertainty_of_sum(
     if func in _PLAIN_SUMS:
         root = root * math.sqrt(count)
     own = torch.float64 if terms.dtype is torch.float64 else torch.float32
-    uncertain = (root + result.double().abs() * roundings / 16 * count / 32) * (torch.finfo(own).eps / 2)
+    uncertain: Tensor = (root + result.double().abs() * roundings / 16 * count / 32) * (
+        torch.finfo(own).eps / 2
+    )
     return uncertain.nan_to_num(0.0, 0.0, 0.0)  # NaN and infinities stay what they are
 
 

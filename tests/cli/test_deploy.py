@@ -19,7 +19,7 @@ from ampopt.bundle.files import open_bundle
 from ampopt.bundle.signing import generate_keys
 from ampopt.bundle_load import BACKENDS
 from ampopt.cli import deploy as cli_deploy
-from ampopt.deploy import bundle_save
+from ampopt.deploy import bundle_onnx, bundle_save
 from ampopt.errors import InputError
 from ampopt.measure.field_test import FieldReport, Latencies
 from ampopt.ort.tuning import tune
@@ -56,8 +56,9 @@ def test_export_writes_verified_onnx(model: str, tmp_path: Path) -> None:
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the sweep of the session's options finds does not matter here, nor which backend is best."""
     monkeypatch.setattr(
-        bundle_save, "tune", lambda *given, **options: tune(*given, **options | {"seconds": 0.2})
+        bundle_onnx, "tune", lambda *given, **options: tune(*given, **options | {"seconds": 0.2})
     )
+    monkeypatch.setattr(bundle_save, "CHOOSING_S", 0.2)
     monkeypatch.setattr(bundle_load, "CHOOSING_S", 0.2)
 
 
