@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ampopt import robot
 from ampopt.bundle.files import BundleFiles, naming, open_bundle
 from ampopt.deploy.bundle_read import read_bundle
-from ampopt.deploy.known_backend import CHOOSING_S, BackendCache, KnownBackend, fastest, known_from
+from ampopt.deploy.known_backend import BackendCache, KnownBackend, fastest, known_from
 from ampopt.deploy.loaded_model import LoadedModel, SelfTestCall, Way, run_self_test, with_state
 from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.runtime import OptimizedModule
@@ -335,7 +335,7 @@ def _best(loaded: Sequence[LoadedModel], test: SelfTestCall, device: torch.devic
         each.backend: (functools.partial(each.step, test.state, test.args, test.kwargs), each.threads)
         for each in loaded
     }
-    found = fastest(calls, device, CHOOSING_S)
+    found = fastest(calls, device)
     (model,) = (each for each in loaded if each.backend == found.backend)
     model.choice = found.measured
     return model

@@ -18,7 +18,7 @@ from ampopt import bundle_load
 from ampopt.bundle import program_file
 from ampopt.bundle.files import open_bundle, write_bundle
 from ampopt.bundle.trial_run import try_out
-from ampopt.deploy import known_backend
+from ampopt.deploy import bundle_save, known_backend
 from ampopt.deploy.known_backend import BACKEND
 from ampopt.deploy.loaded_model import LoadedModel
 from ampopt.errors import BundleError
@@ -43,7 +43,8 @@ def saved(path: Path, channels: int = 8, *, busy: bool = True) -> Path:
     """A bundle, which does not tell what is best where it is saved if that machine is busy."""
     model = with_statistics(nn.Sequential(nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.Flatten()))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(known_backend, "is_busy", lambda: busy)
+        patched.setattr(bundle_save, "is_busy", lambda: busy)
+        patched.setattr(bundle_save, "CHOOSING_S", 0.1)
         module_of(model, X, passes=(FoldConvBn(),)).save(path, tune_s=0.1)
     return path
 
@@ -256,3 +257,40 @@ def test_where_the_best_of_a_bundle_does_not_work_the_others_are_asked(
 
 def test_a_busy_machine_tells_nothing(bundle: Path, told: Path) -> None:
     assert set(open_bundle(told).names) - set(open_bundle(bundle).names) == {BACKEND}
+
+
+class Scaled(nn.Module):
+    """Takes what is no tensor, too, and an input that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(
+        self, x: torch.Tensor, factor: float, unread: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y: torch.Tensor = self.conv(x) * factor
+        return y if mask is None else y * mask
+
+
+@pytest.mark.parametrize("options", [{}, {"serve_original": True}])
+def test_it_is_measured_for_every_kind_of_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(bundle_save, "is_busy", lambda: False)
+    monkeypatch.setattr(bundle_save, "CHOOSING_S", 0.1)
+    args = (X, 2.5, torch.randn(3), None)
+    fast = module_of(Scaled(), *args, **options)
+    fast.save(tmp_path / "robot.ampopt", tune_s=0.1)
+    facts = json.loads(open_bundle(tmp_path / "robot.ampopt").read(BACKEND))
+    assert facts["measured"].keys() == {*BOTH}
+    loaded = ampopt.load(tmp_path / "robot.ampopt", device="cpu")
+    assert loaded.backend == facts["backend"]
+    assert torch.allclose(loaded(*args), fast(*args), atol=1e-5)
+
+
+def test_a_save_with_little_time_measures_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    module_of(nn.Conv2d(3, 4, 3), X).save(tmp_path / "robot.ampopt", tune_s=0.1)
+    assert BACKEND not in open_bundle(tmp_path / "robot.ampopt").names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ ONE_SIZE = "OpenVINO runs models of fixed sizes here, and sizes of this one vary
 
 @dataclasses.dataclass(frozen=True)
 class WrittenOnnx:
-    """What a manifest says of an ONNX model, and what runs it here, by the backend's name."""
+    """What a manifest says of an ONNX model, and a function that gives what runs it here, by backend."""
 
     section: dict[str, Any]
-    runners: dict[str, Runner]
+    runners: Callable[[], dict[str, Runner]]
 
 
 def write_onnx(
@@ -54,19 +54,26 @@ def write_onnx(
         "why_not_openvino": why_not,
         **({} if in_openvino is None else {"openvino": in_openvino[0]}),
     }
-    best = tuned.best
-    session = OnnxRunner(_model(path, report), best)
-    threads = 1 if best.provider == CUDA else best.threads or thread_counts()[-1]
-    runners = {"onnxruntime": Runner(session, threads)}
-    if in_openvino is not None:
-        runner = in_openvino[1]
-        places = [list(test.inputs).index(info.name) for info in runner.inputs]
 
-        def call(*arrays: Array) -> Sequence[Array]:
-            return runner(*(arrays[place] for place in places))
+    def runners() -> dict[str, Runner]:
+        best = tuned.best
+        threads = 1 if best.provider == CUDA else best.threads or thread_counts()[-1]
+        found = {"onnxruntime": Runner(OnnxRunner(_model(path, report), best), threads)}
+        if in_openvino is not None:
+            found["openvino"] = _in_order(in_openvino[1], list(test.inputs))
+        return found
 
-        runners["openvino"] = Runner(call, runner.options.threads or thread_counts()[-1])
     return WrittenOnnx(section, runners)
+
+
+def _in_order(runner: OpenVinoRunner, names: Sequence[str]) -> Runner:
+    """What takes the inputs of these names; OpenVINO has an order of its own."""
+    places = [names.index(info.name) for info in runner.inputs]
+
+    def call(*arrays: Array) -> Sequence[Array]:
+        return runner(*(arrays[place] for place in places))
+
+    return Runner(call, runner.options.threads or thread_counts()[-1])
 
 
 def _model(path: Path, report: OnnxReport) -> Path | bytes:

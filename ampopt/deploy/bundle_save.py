@@ -46,6 +46,7 @@ from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Family, replay
 from ampopt.measure.clocks import latency
 from ampopt.measure.frames import frame_call
+from ampopt.measure.headline import is_busy
 from ampopt.measure.sampling import Measurement, interleave
 from ampopt.passes import BakeAutocast
 from ampopt.system.environment import device_name, environment
@@ -75,6 +76,7 @@ def save_bundle(
     """
     if onnx not in ("auto", "fp32", "fp16", None):
         raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
+    was_busy = is_busy()  # which the search for the session's options may make the machine
     captured, original, recipe = optimized.captured, optimized.original, optimized.recipe
     if captured.lifted is not None:
         _check_state(captured, captured.lifted)
@@ -130,9 +132,8 @@ def save_bundle(
             written = write_onnx(optimized, model, precision, test, tune_s, varies=bool(stored))
             manifest["onnx"] = written.section
             files |= {file.name: file for file in sorted(Path(folder).iterdir())}
-            if captured.lifted is None and not stored:
-                given = list(test.inputs.values())
-                files |= backend_file(module, captured, given, written.runners, min(CHOOSING_S, tune_s))
+            if not (was_busy or stored or states) and tune_s >= CHOOSING_S:
+                files |= backend_file(optimized.program, list(test.inputs.values()), written.runners())
         key = None if sign_key is None else Path(sign_key)
         write_bundle(path, manifest, files, sign_key=key, as_folder=as_folder)
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ampopt.bundle.files import BundleFiles
 from ampopt.deploy.onnx_verify import to_numpy
-from ampopt.ir.capture import Captured
+from ampopt.engines.executable import executable
+from ampopt.ir.program import Program
 from ampopt.measure.clocks import REST_S, engine_latency
-from ampopt.measure.headline import is_busy
 from ampopt.measure.sampling import interleave
 from ampopt.ort.backend_choice import Timed, best
 from ampopt.ort.session import Array
@@ -51,49 +50,40 @@ class Runner:
     threads: int
 
 
-def fastest(
-    calls: Mapping[str, tuple[Callable[[], object], int]], device: torch.device, seconds: float
-) -> KnownBackend:
+def fastest(calls: Mapping[str, tuple[Callable[[], object], int]], device: torch.device) -> KnownBackend:
     """The backend that serves best, of calls without arguments and the threads that each takes, by name.
 
-    They take turns for so many seconds; see `ampopt.ort.backend_choice`.
+    They take turns for `CHOOSING_S`; see `ampopt.ort.backend_choice`.
     """
     rest_s = REST_S if device.type == "cpu" else 0.0
     samplers = {name: engine_latency(call, device, rest_s=rest_s) for name, (call, _) in calls.items()}
     with torch.no_grad():
-        latencies = interleave(samplers, seconds=seconds)
+        latencies = interleave(samplers, seconds=CHOOSING_S)
     timed = {name: Timed(latencies[name], threads) for name, (_, threads) in calls.items()}
     return KnownBackend(best(timed), {name: str(way) for name, way in timed.items()})
 
 
 def backend_file(
-    module: Callable[..., Any],
-    captured: Captured,
-    inputs: Sequence[Tensor],
-    runners: Mapping[str, Runner],
-    seconds: float,
+    program: Program, inputs: Sequence[Tensor], runners: Mapping[str, Runner]
 ) -> dict[str, bytes]:
     """The file of a bundle that tells which backend serves it best on this machine.
 
-    The module itself stands for the program that a load makes of its recipe; `inputs` are the runners', in
-    the order of the call. No file where the machine is busy: what it measures then is of other work.
+    `program` is ampopt's own, which a load makes anew of the recipe; `inputs` are those of all, on its
+    device, in the order of the call.
     """
-    if is_busy():
-        return {}
-    device = captured.program.device
-    args, kwargs = pytree.tree_unflatten(list(captured.inputs), captured.spec)
+    device = program.device
 
     def framed(runner: Runner) -> None:
         outputs = runner.run(*(to_numpy(tensor) for tensor in inputs))
-        for array, border in zip(outputs, captured.program.exit, strict=True):
+        for array, border in zip(outputs, program.exit, strict=True):
             torch.from_numpy(array).to(device, border.dtype)
 
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "ampopt": (functools.partial(module, *args, **kwargs), threads),
+        "ampopt": (functools.partial(executable(program), *inputs), threads),
         **{name: (functools.partial(framed, each), each.threads) for name, each in runners.items()},
     }
-    found = fastest(calls, device, seconds)
+    found = fastest(calls, device)
     facts = {"machine": _machine(device, list(calls)), **dataclasses.asdict(found)}
     return {BACKEND: json.dumps(facts, indent=1).encode()}
 

@@ -167,31 +167,30 @@ def roundings_of_sums(dtype: torch.dtype, seed: int = 2) -> float:
     return 4.0 ** (seed % 3) if dtype is torch.float32 else 1.0
 
 
-_PLAIN_SUMS = {aten.sum.default, aten.sum.dim_IntList}
-_SUMS = {*_PLAIN_SUMS, aten.mean.default, aten.mean.dim}
+_MEANS = {aten.mean.default, aten.mean.dim}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, *_MEANS}
 
 
 def uncertainty_of_sum(
     roundings: float, result: Tensor, func: Any, terms: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The most by which another order of its n terms changes each element of a sum or mean, in float64.
+    """How far another order of its terms may change each element of a sum or mean, in float64.
 
-    It is made of the roundings of partial sums, in float32 or float64. Where terms cancel, these are larger
-    than the sum: of terms of mean 0 and deviation d, the partial sum of k terms is about d sqrt(k), and the
-    roundings of all add up to a standard deviation of about 0.4 roundings of d n; one rounding of the root
-    mean square times n is counted. Of equal terms every partial sum may round to the same side: n / 2
-    roundings of the sum for one that is made term by term, and n / 32 in the 16 lanes of a processor, which
-    are counted where other sums are as uncertain as 16 `roundings`, see `roundings_of_sums`.
+    It is made of the roundings of partial sums, in float32 or float64, of the n terms that are not 0. Where
+    they cancel, partial sums are larger than the sum: of terms of mean 0 and deviation d, that of k terms is
+    about d sqrt(k), and the roundings of all add up to a standard deviation of 0.4 roundings of d n; one
+    rounding of the root mean square times n is counted. Of equal terms every partial sum may round to the
+    same side: n / 2 roundings of the sum for one that is made term by term, and n / 32 in the 16 lanes of a
+    processor, which are counted where other sums are as uncertain as 16 `roundings`, see `roundings_of_sums`.
     """
     options = {name: value for name, value in kwargs.items() if name != "dtype"}
-    squares = torch.square(terms.detach().double())
-    root, count = func(squares, *args, **options).sqrt(), terms.numel() / max(result.numel(), 1)
-    if func in _PLAIN_SUMS:
-        root = root * math.sqrt(count)
-    own = torch.float64 if terms.dtype is torch.float64 else torch.float32
-    uncertain: Tensor = (root + result.double().abs() * roundings / 16 * count / 32) * (
-        torch.finfo(own).eps / 2
-    )
+    wide = terms.detach().double()
+    share = func((wide != 0).double(), *args, **options)  # of a mean n over the number of all terms
+    spread = (func(wide.square(), *args, **options) * share).sqrt()
+    count = share * (terms.numel() / max(result.numel(), 1)) if func in _MEANS else share
+    own = torch.float64 if torch.float64 in (terms.dtype, result.dtype) else torch.float32
+    rounding = torch.finfo(own).eps / 2
+    uncertain: Tensor = (spread + result.double().abs() * count * roundings / (16 * 32)) * rounding
     return uncertain.nan_to_num(0.0, 0.0, 0.0)  # NaN and infinities stay what they are
 
 

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 import ampopt
-from ampopt import bundle_load
 from ampopt.bundle.files import open_bundle
 from ampopt.bundle.signing import generate_keys
 from ampopt.bundle_load import BACKENDS
 from ampopt.cli import deploy as cli_deploy
-from ampopt.deploy import bundle_onnx, bundle_save
+from ampopt.deploy import bundle_onnx, known_backend
 from ampopt.errors import InputError
 from ampopt.measure.field_test import FieldReport, Latencies
 from ampopt.ort.tuning import tune
@@ -58,8 +57,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         bundle_onnx, "tune", lambda *given, **options: tune(*given, **options | {"seconds": 0.2})
     )
-    monkeypatch.setattr(bundle_save, "CHOOSING_S", 0.2)
-    monkeypatch.setattr(bundle_load, "CHOOSING_S", 0.2)
+    monkeypatch.setattr(known_backend, "CHOOSING_S", 0.2)
 
 
 @pytest.mark.usefixtures("briefly")

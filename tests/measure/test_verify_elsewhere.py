@@ -194,6 +194,24 @@ def test_a_sum_whose_terms_cancel_may_be_made_in_another_order(off: float, passe
     assert in_turn.passed is passes
 
 
+def test_a_sum_of_few_terms_that_are_not_0_is_certain() -> None:
+    mask = torch.zeros(1, 1, 256, 256)
+    mask[0, 0, ::64, 100] = 1.0
+    x = torch.randn(1, 1, 256, 256, generator=torch.Generator().manual_seed(0))
+    verifier, _ = verifier_of(Model(lambda m, x: (x * mask).sum((2, 3))), x)
+    rounded = verifier.check(lambda x: [(x * (1 + 2e-5) * mask).sum((2, 3))], FP32)
+    assert not rounded.passed
+    assert rounded.limit == FP32.limits.always
+
+
+def test_a_sum_in_float64_is_not_as_uncertain_as_one_in_float32() -> None:
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    x -= x.double().mean() - 1e-5
+    verifier, _ = verifier_of(Model(lambda m, x: x.sum(dtype=torch.float64)), x)
+    in_turn = verifier.check(lambda x: [torch.tensor(float(x.numpy().cumsum()[-1])).double()], FP32)
+    assert not in_turn.passed
+
+
 def test_where_eager_overflows_or_is_no_yardstick_nothing_is_decided() -> None:
     verifier, original = verifier_of(Model(lambda m, x: torch.exp(20 * x)), X)
     assert verifier.check(lambda x: [original(x)], FP32, everywhere=True).passed
