@@ -167,30 +167,28 @@ def roundings_of_sums(dtype: torch.dtype, seed: int = 2) -> float:
     return 4.0 ** (seed % 3) if dtype is torch.float32 else 1.0
 
 
-_MEANS = {aten.mean.default, aten.mean.dim}
-_SUMS = {aten.sum.default, aten.sum.dim_IntList, *_MEANS}
+_SUMS = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.cumsum.default,
+}
 
 
-def uncertainty_of_sum(
-    roundings: float, result: Tensor, func: Any, terms: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
+def uncertainty_of_sum(result: Tensor, func: Any, terms: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """How far another order of its terms may change each element of a sum or mean, in float64.
 
     It is made of the roundings of partial sums, in float32 or float64, of the n terms that are not 0. Where
     they cancel, partial sums are larger than the sum: of terms of mean 0 and deviation d, that of k terms is
     about d sqrt(k), and the roundings of all add up to a standard deviation of 0.4 roundings of d n; one
-    rounding of the root mean square times n is counted. Of equal terms every partial sum may round to the
-    same side: n / 2 roundings of the sum for one that is made term by term, and n / 32 in the 16 lanes of a
-    processor, which are counted where other sums are as uncertain as 16 `roundings`, see `roundings_of_sums`.
+    rounding of the root mean square times n is counted.
     """
     options = {name: value for name, value in kwargs.items() if name != "dtype"}
     wide = terms.detach().double()
-    share = func((wide != 0).double(), *args, **options)  # of a mean n over the number of all terms
-    spread = (func(wide.square(), *args, **options) * share).sqrt()
-    count = share * (terms.numel() / max(result.numel(), 1)) if func in _MEANS else share
+    squares, count = (func(each, *args, **options) for each in (wide.square(), (wide != 0).double()))
     own = torch.float64 if torch.float64 in (terms.dtype, result.dtype) else torch.float32
-    rounding = torch.finfo(own).eps / 2
-    uncertain: Tensor = (spread + result.double().abs() * count * roundings / (16 * 32)) * rounding
+    uncertain: Tensor = (squares * count).sqrt() * (torch.finfo(own).eps / 2)
     return uncertain.nan_to_num(0.0, 0.0, 0.0)  # NaN and infinities stay what they are
 
 
@@ -199,7 +197,7 @@ class ResultsRoundedAnew(EagerMode):
 
     The roundings are those of the result's own dtype if it is coarser, or complex: no lane lowers that. Sums
     of many numbers are as uncertain as their partial sums, which rounding their terms does not show, see
-    `roundings_of_sums`; sums and means of known terms change by `uncertainty_of_sum`, too. Results written in
+    `roundings_of_sums`; sums of known terms change by `uncertainty_of_sum`, too. Results written in
     place, or sharing memory with an argument, are not changed. With no roundings, sums alone change.
     """
 
@@ -216,7 +214,7 @@ class ResultsRoundedAnew(EagerMode):
         if func not in _SUMS or not result.is_floating_point() or args[0].layout is not torch.strided:
             return moved
         noise = torch.rand(result.shape, generator=self.generator, device=self.generator.device) * 2 - 1
-        uncertain = uncertainty_of_sum(self.roundings, result, func, *args, **(kwargs or {}))
+        uncertain = uncertainty_of_sum(result, func, *args, **(kwargs or {}))
         return moved + (noise.to(result.device) * uncertain).to(result.dtype)
 
     def _moved(self, tensor: Tensor) -> Tensor:

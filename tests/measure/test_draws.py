@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -217,11 +218,33 @@ def test_without_a_state_every_call_gets_its_own_inputs_alone() -> None:
     assert [[float(output) for output in outputs] for outputs in found] == [[10], [21]]
 
 
+@pytest.mark.parametrize("largest", [1e-30, 0.1, 1.0, 4.37, 255.0, 3e38])
+def test_sums_of_constant_inputs_and_of_their_squares_are_exact(largest: float) -> None:
+    x = torch.full((1, 6144), largest)
+    constant = {draw.name: draw.calls[0][0] for draw in range_draws((x,), in_a_row=1)}["constant inputs"]
+    value = float(constant[0, 0])
+    assert 0.94 * largest < value <= float(x[0, 0])
+    assert bool((constant == value).all())
+    mantissa = math.frexp(value)[0]
+    assert not _is_exact_in_turn(4.37)  # of numbers in general
+    assert _is_exact_in_turn(mantissa)
+    assert _is_exact_in_turn(mantissa**2)
+
+
+def _is_exact_in_turn(term: float) -> bool:
+    """Whether 6,144 times a number is what adding it up in float32 gives."""
+    terms = np.full(6144, term, np.float32)
+    return bool(terms.cumsum()[-1] == 6144 * float(terms[0]))
+
+
 def test_complex_inputs_vary_as_real_ones_do() -> None:
     example = torch.randn(3, dtype=torch.complex64)
     ranges = {draw.name: draw.calls[0][0] for draw in range_draws((example,), in_a_row=1)}
     assert torch.equal(ranges["inputs x10"], example * 10)
-    assert torch.equal(ranges["constant inputs"], torch.full_like(example, float(example.abs().max())))
+    largest = float(example.abs().max())
+    assert ranges["constant inputs"].imag.eq(0).all()
+    assert ranges["constant inputs"].real.gt(0.94 * largest).all()
+    assert ranges["constant inputs"].real.le(largest).all()
     faults = {draw.name: draw.calls[0][0] for draw in fault_draws((example,), in_a_row=1)}
     assert [bool(found.isnan()[1]) for found in faults.values()] == [True, False]
     assert [bool(found.isinf()[1]) for found in faults.values()] == [False, True]
