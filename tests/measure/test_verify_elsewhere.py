@@ -146,7 +146,7 @@ def test_far_outside_another_order_of_sums_may_change_as_much_as_rounding_them_d
 
 @pytest.mark.parametrize(
     ("exact_s", "off", "passes", "runs"),
-    [(1.0, 5.7e-7, True, 1), (1.0, 2.5e-6, False, 0), (0.1, 2.5e-6, True, 6)],
+    [(1.0, 5.7e-7, True, 1), (1.0, 4e-6, False, 0), (0.1, 2.5e-6, True, 6)],
 )
 def test_where_references_take_long_that_is_seen_once_and_for_what_is_near_its_limit(
     monkeypatch: pytest.MonkeyPatch, exact_s: float, off: float, passes: bool, runs: int
