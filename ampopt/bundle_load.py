@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from ampopt import robot
 from ampopt.bundle.files import BundleFiles, naming, open_bundle
 from ampopt.deploy.bundle_read import read_bundle
+from ampopt.deploy.carried_exports import exports_of
 from ampopt.deploy.known_backend import BackendCache, KnownBackend, fastest, known_from
 from ampopt.deploy.loaded_model import LoadedModel, SelfTestCall, Way, run_self_test, with_state
 from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.deploy.sized_program import replayed
 from ampopt.engines.executable import executable
+from ampopt.engines.onnx_cache import exports_in
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.ir.asked import Asked
 from ampopt.ir.capture import Captured
@@ -126,12 +128,15 @@ def load(
     files = open_bundle(path, verify_key=None if verify_key is None else path_of(verify_key))
     cache = BackendCache(files.manifest, where, _available(files), budget_s)
     known = cache.find() if backend == "auto" else None
+    told = known_from(files, where, cache.backends) if known is None else None
+    is_trusted = told is not None and verify_key is not None
     with _refusing(path):
-        captured, recipe, tests = read_bundle(files, where, types, was_tried=known is not None)
+        was_tried = known is not None or is_trusted
+        captured, recipe, tests = read_bundle(files, where, types, was_tried=was_tried)
         state = tests[0].state
         inside = with_state(captured, len(state)) if state else captured
     if known is None and backend == "auto":
-        known = known_from(files, where, cache.backends)
+        known = told
     threads = torch.get_num_threads() if where.type == "cpu" else 1
     makers: dict[str, Callable[[list[str]], Way]] = {
         "ampopt": lambda notes: Way(_own(files, inside, recipe, budget_s, notes), threads),
@@ -257,7 +262,8 @@ def _own(
             original, captured, options, name=name, started=time.perf_counter(), max_captures=0
         )
         return optimizer.run()
-    program = replay(recipe.passes, recipe.lane.start(captured.program))
+    with exports_in(exports_of(files)):
+        program = replay(recipe.passes, recipe.lane.start(captured.program))
     notes.extend(_left_out(recipe, program))
     report = Ledger(name, here, tuple(describe(t) for t in captured.program.examples))
     return OptimizedModule(

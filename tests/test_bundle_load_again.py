@@ -17,13 +17,16 @@ import ampopt
 from ampopt import bundle_load
 from ampopt.bundle import program_file
 from ampopt.bundle.files import open_bundle, write_bundle
+from ampopt.bundle.signing import generate_keys
 from ampopt.bundle.trial_run import try_out
 from ampopt.deploy import bundle_save, known_backend
+from ampopt.deploy.carried_exports import EXPORTS
 from ampopt.deploy.known_backend import BACKEND
 from ampopt.deploy.loaded_model import LoadedModel
+from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import BundleError
 from ampopt.measure.sampling import Measurement
-from ampopt.passes import FoldConvBn
+from ampopt.passes import FoldConvBn, OnnxRuntime
 from ampopt.system import cached_facts
 from ampopt.system.cache_folder import kept_files
 from tests.helpers import with_statistics
@@ -294,3 +297,53 @@ def test_a_save_with_little_time_measures_nothing(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     module_of(nn.Conv2d(3, 4, 3), X).save(tmp_path / "robot.ampopt", tune_s=0.1)
     assert BACKEND not in open_bundle(tmp_path / "robot.ampopt").names
+
+
+@pytest.fixture(scope="module")
+def with_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signed bundle whose program runs in ONNX Runtime."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("cryptography")
+    folder = tmp_path_factory.mktemp("engine")
+    generate_keys(folder / "private.pem", folder / "public.pem")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(bundle_save, "is_busy", lambda: False)
+        patched.setattr(bundle_save, "CHOOSING_S", 0.1)
+        module = module_of(nn.Conv2d(3, 4, 3), X, passes=(OnnxRuntime(),))
+        module.save(folder / "robot.ampopt", tune_s=0.1, sign_key=folder / "private.pem")
+    return folder / "robot.ampopt"
+
+
+def test_a_load_does_not_export_anew_what_the_bundle_holds(
+    with_engine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ampopt.engines.onnx_cache.cache_folder", lambda: None)
+    monkeypatch.setattr("ampopt.engines.onnx_program.model_of", lambda *_: pytest.fail("exported anew"))
+    loaded = ampopt.load(with_engine, device="cpu", backend="ampopt")
+    assert isinstance(loaded._call, OptimizedModule)
+    assert [step.name for step in loaded._call.program.recipe] == ["onnx-runtime"]
+    assert torch.allclose(loaded(X), expected_of(with_engine), atol=1e-5)
+    assert loaded.notes == []
+
+
+def test_without_its_exports_they_are_made(
+    with_engine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened = open_bundle(with_engine)
+    files: dict[str, bytes | Path] = {name: opened.read(name) for name in opened.names if name != EXPORTS}
+    manifest = {name: value for name, value in opened.manifest.items() if name not in ("files", "schema")}
+    write_bundle(tmp_path / "robot.ampopt", manifest, files)
+    monkeypatch.setattr("ampopt.engines.onnx_cache.cache_folder", lambda: None)
+    loaded = ampopt.load(tmp_path / "robot.ampopt", device="cpu", backend="ampopt")
+    assert torch.allclose(loaded(X), expected_of(with_engine), atol=1e-5)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_program_that_the_key_vouches_for_is_not_tried_where_it_was_saved(
+    bench: Bench, with_engine: Path, monkeypatch: pytest.MonkeyPatch, is_signed: bool
+) -> None:
+    tried = list[str]()
+    monkeypatch.setattr(program_file, "try_out", lambda *_: tried.append("tried"))
+    key = with_engine.parent / "public.pem"
+    assert bench.load(with_engine, **({"verify_key": key} if is_signed else {}))[2] == 0
+    assert tried == ([] if is_signed else ["tried"])

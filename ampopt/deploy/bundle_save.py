@@ -27,6 +27,7 @@ from ampopt.bundle.program_file import write_program
 from ampopt.bundle.stored_sizes import StoredSizes, stored_sizes, write_sizes
 from ampopt.bundle.stored_state import write_state
 from ampopt.deploy.bundle_onnx import write_onnx
+from ampopt.deploy.carried_exports import exports_file
 from ampopt.deploy.known_backend import CHOOSING_S, backend_file
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.optimized import Optimized
@@ -108,6 +109,7 @@ def save_bundle(
         "weights.safetensors": safetensors.torch.save(weights),
         "self_test.safetensors": safetensors.torch.save(test.tensors()),
         "report.json": json.dumps(module.report.to_dict(), indent=1).encode(),
+        **({} if stored else exports_file(optimized)),
     }
     if cpp:
         flat = list(test.inputs.values()), list(test.outputs.values())

@@ -3,12 +3,15 @@
 The key is a hash of everything that an export depends on, including the bytes of every weight. A file holds
 the ONNX model without the weights that the program has, by whatever name and also transposed, so that it is
 small; a model with many other weights is not stored. Files have a checksum, and a damaged one is removed.
+A bundle holds such files, too, see `exports_in`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +25,22 @@ _AS_IT_IS, _TRANSPOSED = "ampopt: the program's weight ", "ampopt: transposed, t
 """What the doc string of an initializer begins with that no file holds; the weight's name follows."""
 
 
+Exports = dict[str, bytes]
+"""Files by their keys."""
+
+_HELD: ContextVar[Exports | None] = ContextVar("exports", default=None)
+
+
+@contextlib.contextmanager
+def exports_in(held: Exports) -> Iterator[None]:
+    """A block in which exports are looked for in `held` first, and all that are asked for are left there."""
+    token = _HELD.set(held)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
+
+
 def exported(
     graph: fx.GraphModule, examples: Sequence[Tensor], make: Callable[[], Any], dims: object = ()
 ) -> bytes:
@@ -30,21 +49,30 @@ def exported(
     `make` must depend only on the graph, its example inputs' layouts, `dims` (what may vary of these),
     ampopt's code and the libraries.
     """
-    folder = cache_folder()
-    if folder is None:
+    folder, held = cache_folder(), _HELD.get()
+    if folder is None and held is None:
         return bytes(make().SerializeToString())
-    key = _key(graph, examples, dims)
-    file = folder / f"{key}.onnx"
-    weights = dict(graph.named_buffers())
+    key, weights = _key(graph, examples, dims), dict(graph.named_buffers())
+    file = None if folder is None else folder / f"{key}.onnx"
+    small = None if held is None else held.get(key)
     try:
-        if (found := kept(file)) is not None:
-            return _with_weights(key, found, weights)
+        if small is None and file is not None:
+            small = kept(file)
+        if small is not None:
+            whole = _with_weights(key, small, weights)
+            if held is not None:
+                held[key] = small
+            return whole
     except (OSError, ValueError, KeyError):
-        drop(file)
+        if file is not None:
+            drop(file)
     model = make()
-    data = bytes(model.SerializeToString())
-    if len(small := _without_weights(key, model, weights)) <= MOST_BYTES:
-        keep(file, small)
+    data, small = bytes(model.SerializeToString()), _without_weights(key, model, weights)
+    if len(small) <= MOST_BYTES:
+        if file is not None:
+            keep(file, small)
+        if held is not None:
+            held[key] = small
     return data
 
 

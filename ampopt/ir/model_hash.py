@@ -16,7 +16,8 @@ def model_hash(graph: fx.GraphModule) -> str:
     """SHA-256, in hexadecimal, of a graph's calls and of every weight's dtype, shape and bytes."""
     digest = hashlib.sha256()
     for node in graph.graph.nodes:
-        digest.update(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}\n".encode())
+        target = node.name if node.op == "placeholder" else node.target  # which is a name, too
+        digest.update(f"{node.op} {node.name} {target} {node.args} {node.kwargs}\n".encode())
     for name, weight in sorted(graph.named_buffers()):
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
         digest.update(weight_bytes(weight))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.engines import onnx_cache
-from ampopt.engines.onnx_cache import exported
+from ampopt.engines.onnx_cache import Exports, exported, exports_in
 from ampopt.engines.onnx_program import plain_model
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
@@ -175,3 +175,35 @@ def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert export(made) == model_proto(made).SerializeToString()
     with pytest.raises(pytest.fail.Exception, match="exported anew"):
         found(made)
+
+
+@pytest.mark.parametrize("cache", ["", "cache"])
+def test_exports_are_held_and_found_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", cache and str(tmp_path / cache))
+    made, held = program(), Exports()
+    if cache:
+        export(made)
+    with exports_in(held):
+        expected = export(made)
+    monkeypatch.setenv("AMPOPT_CACHE", "")
+    (data,) = held.values()
+    assert len(data) < 1000
+    with exports_in(dict(held)):
+        assert found(made) == expected
+        with pytest.raises(pytest.fail.Exception, match="exported anew"):
+            found(program(scale=2.0))
+    with pytest.raises(pytest.fail.Exception, match="exported anew"):
+        found(made)
+
+
+def test_a_damaged_export_that_is_held_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", "")
+    made, held = program(), Exports()
+    with exports_in(held):
+        expected = export(made)
+        ((key, data),) = held.items()
+        held[key] = data[:40] + bytes([data[40] ^ 1]) + data[41:]
+        assert export(made) == expected
+        assert held == {key: data}
