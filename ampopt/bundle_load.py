@@ -111,7 +111,9 @@ def load(
             saved, and for another machine or other libraries at the first load there; on one that is not
             busy it is kept in the cache folder, for each `budget_s`.
         device: "cpu" or "cuda"; None: a GPU if there is one.
-        verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
+        verify_key: a public Ed25519 key in PEM that the bundle must be signed with. Where it was saved on a
+            machine like this one, its program is then not tried on tensors without memory, which takes
+            seconds.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
             fingerprint. None: as for `ampopt.optimize`, 60 s, or what 500 calls of the model take if that is
             more, and at most 600 s.

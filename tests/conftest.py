@@ -81,6 +81,14 @@ def _code_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _briefly_chosen() -> Iterator[None]:
+    """Choose a bundle's backend in a tenth of the time: no test asks which is really the fastest."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ampopt.deploy.known_backend.CHOOSING_S", 0.2)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_searched_plans() -> None:
     """No test is told that one before it has searched cuDNN's plans in this thread."""

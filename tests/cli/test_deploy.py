@@ -18,7 +18,7 @@ from ampopt.bundle.files import open_bundle
 from ampopt.bundle.signing import generate_keys
 from ampopt.bundle_load import BACKENDS
 from ampopt.cli import deploy as cli_deploy
-from ampopt.deploy import bundle_onnx, known_backend
+from ampopt.deploy import bundle_onnx
 from ampopt.errors import InputError
 from ampopt.measure.field_test import FieldReport, Latencies
 from ampopt.ort.tuning import tune
@@ -53,11 +53,10 @@ def test_export_writes_verified_onnx(model: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the sweep of the session's options finds does not matter here, nor which backend is best."""
+    """What the sweep of the session's options finds does not matter here."""
     monkeypatch.setattr(
         bundle_onnx, "tune", lambda *given, **options: tune(*given, **options | {"seconds": 0.2})
     )
-    monkeypatch.setattr(known_backend, "CHOOSING_S", 0.2)
 
 
 @pytest.mark.usefixtures("briefly")
