@@ -106,17 +106,21 @@ def test_the_second_load_makes_only_what_the_first_has_chosen(bench: Bench, bund
     assert bench.load(bundle) == ("onnxruntime", ["onnxruntime"], 0)
 
 
-def test_the_second_load_does_not_try_the_program_again(
-    bench: Bench, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its data is the same, by its hashes, and so are the libraries."""
-    tried = list[str]()
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A word for each time that a bundle's program is tried on tensors without memory."""
+    found = list[str]()
 
     def noting(*args: Any) -> None:
-        tried.append("tried")
+        found.append("tried")
         try_out(*args)
 
     monkeypatch.setattr(program_file, "try_out", noting)
+    return found
+
+
+def test_the_second_load_does_not_try_the_program_again(bench: Bench, bundle: Path, tried: list[str]) -> None:
+    """Its data is the same, by its hashes, and so are the libraries."""
     bench.load(bundle)
     assert tried == ["tried"]
     bench.load(bundle)
@@ -225,16 +229,9 @@ def test_the_first_load_where_a_bundle_was_saved_makes_only_what_was_best_there(
 
 
 def test_the_program_of_a_bundle_that_tells_what_is_best_is_tried_all_the_same(
-    bench: Bench, told: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, told: Path, tried: list[str]
 ) -> None:
     """The file is as little to be trusted as the rest of it; an earlier load's own word is."""
-    tried = list[str]()
-
-    def noting(*args: Any) -> None:
-        tried.append("tried")
-        try_out(*args)
-
-    monkeypatch.setattr(program_file, "try_out", noting)
     for _ in range(2):
         assert bench.load(told)[2] == 0
         assert tried == ["tried"]
@@ -340,10 +337,8 @@ def test_without_its_exports_they_are_made(
 
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_a_program_that_the_key_vouches_for_is_not_tried_where_it_was_saved(
-    bench: Bench, with_engine: Path, monkeypatch: pytest.MonkeyPatch, is_signed: bool
+    bench: Bench, with_engine: Path, tried: list[str], is_signed: bool
 ) -> None:
-    tried = list[str]()
-    monkeypatch.setattr(program_file, "try_out", lambda *_: tried.append("tried"))
     key = with_engine.parent / "public.pem"
     assert bench.load(with_engine, **({"verify_key": key} if is_signed else {}))[2] == 0
     assert tried == ([] if is_signed else ["tried"])
