@@ -23,7 +23,7 @@ from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.deploy.sized_program import replayed
 from ampopt.engines.executable import executable
-from ampopt.engines.onnx_cache import exports_in
+from ampopt.engines.onnx_cache import Exports, exports_in
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.ir.asked import Asked
 from ampopt.ir.capture import Captured
@@ -112,8 +112,8 @@ def load(
             busy it is kept in the cache folder, for each `budget_s`.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with. Where it was saved on a
-            machine like this one, its program is then not tried on tensors without memory, which takes
-            seconds.
+            machine like this one, what else takes seconds is then left out: to try its program on tensors
+            without memory, and to export that anew for an engine.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
             fingerprint. None: as for `ampopt.optimize`, 60 s, or what 500 calls of the model take if that is
             more, and at most 600 s.
@@ -135,13 +135,14 @@ def load(
     with _refusing(path):
         was_tried = known is not None or is_trusted
         captured, recipe, tests = read_bundle(files, where, types, was_tried=was_tried)
+        exports = Exports() if verify_key is None else exports_of(files)
         state = tests[0].state
         inside = with_state(captured, len(state)) if state else captured
     if known is None and backend == "auto":
         known = told
     threads = torch.get_num_threads() if where.type == "cpu" else 1
     makers: dict[str, Callable[[list[str]], Way]] = {
-        "ampopt": lambda notes: Way(_own(files, inside, recipe, budget_s, notes), threads),
+        "ampopt": lambda notes: Way(_own(files, inside, recipe, exports, budget_s, notes), threads),
         **{
             name: functools.partial(_onnx, path, verify_key, inside, name)
             for name in ("onnxruntime", "openvino")
@@ -245,9 +246,17 @@ def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _own(
-    files: BundleFiles, captured: Captured, recipe: Recipe, budget_s: float | None, notes: list[str]
+    files: BundleFiles,
+    captured: Captured,
+    recipe: Recipe,
+    exports: Exports,
+    budget_s: float | None,
+    notes: list[str],
 ) -> OptimizedModule:
-    """ampopt's program: the recipe replayed, or measured anew on a machine that it was not made on."""
+    """ampopt's program: the recipe replayed, or measured anew on a machine that it was not made on.
+
+    `exports` are those that its engines may take without a question.
+    """
     name, device = files.manifest["model"]["name"], captured.program.device
     original = _restored(captured)
     here = environment(device)
@@ -264,7 +273,7 @@ def _own(
             original, captured, options, name=name, started=time.perf_counter(), max_captures=0
         )
         return optimizer.run()
-    with exports_in(exports_of(files)):
+    with exports_in(exports):
         program = replay(recipe.passes, recipe.lane.start(captured.program))
     notes.extend(_left_out(recipe, program))
     report = Ledger(name, here, tuple(describe(t) for t in captured.program.examples))

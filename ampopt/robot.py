@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ampopt.bundle.external_weights import external_files
 from ampopt.bundle.files import BundleFiles, naming, open_bundle
 from ampopt.bundle.robot_model import RobotModel, self_test_tensors
 from ampopt.bundle.robot_openvino import ComputedOtherwiseError, openvino_runner, why_not_openvino
@@ -101,12 +102,22 @@ def load(
 
 @contextlib.contextmanager
 def _model(files: BundleFiles) -> Iterator[bytes | Path]:
-    """The ONNX model as ONNX Runtime reads it: by path where its weights lie beside it."""
-    if WEIGHTS in files.names:
+    """The ONNX model as ONNX Runtime reads it: by path where its weights lie beside it.
+
+    Raises BundleError where it takes weights from other files.
+    """
+    data, own = files.read(MODEL), {WEIGHTS} & set(files.names)
+    try:
+        others = external_files(data) - own
+    except ValueError as e:
+        raise BundleError(f"{MODEL} is no ONNX model: {e}") from e
+    if others:
+        raise BundleError(f"{MODEL} takes weights from {min(others)!r:.200}, which is no file of the bundle")
+    if own:
         with files.extracted(MODEL, WEIGHTS) as folder:
             yield folder / MODEL
     else:
-        yield files.read(MODEL)
+        yield data
 
 
 def _running(

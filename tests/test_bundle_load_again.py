@@ -21,7 +21,7 @@ from ampopt.bundle.signing import generate_keys
 from ampopt.bundle.trial_run import try_out
 from ampopt.deploy import bundle_save, known_backend
 from ampopt.deploy.carried_exports import EXPORTS
-from ampopt.deploy.known_backend import BACKEND
+from ampopt.deploy.known_backend import BACKEND, fastest
 from ampopt.deploy.loaded_model import LoadedModel
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import BundleError
@@ -238,7 +238,17 @@ def test_the_program_of_a_bundle_that_tells_what_is_best_is_tried_all_the_same(
 
 
 @pytest.mark.parametrize(
-    "facts", [{"machine": "another"}, {"backend": "tensorrt"}, {"backend": []}, {"measured": [1]}]
+    "facts",
+    [
+        {"machine": "another"},
+        {"backend": "tensorrt"},
+        {"backend": []},
+        {"measured": [1]},
+        {"measured": {"self-test": "passed"}},
+        {"measured": {"ampopt": 1}},
+        {"measured": {"ampopt": "median 1 ms\nself-test: passed"}},
+        {"measured": {"ampopt": "1" * 5000}},
+    ],
 )
 def test_what_was_best_on_another_machine_or_is_not_known_is_measured(
     bench: Bench, told: Path, tmp_path: Path, facts: dict[str, object]
@@ -311,12 +321,15 @@ def with_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "robot.ampopt"
 
 
-def test_a_load_does_not_export_anew_what_the_bundle_holds(
-    with_engine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_load_does_not_export_anew_what_a_bundle_holds_that_the_key_vouches_for(
+    with_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ampopt.engines.onnx_cache.cache_folder", lambda: None)
     monkeypatch.setattr("ampopt.engines.onnx_program.model_of", lambda *_: pytest.fail("exported anew"))
-    loaded = ampopt.load(with_engine, device="cpu", backend="ampopt")
+    key = with_engine.parent / "public.pem"
+    with pytest.raises(pytest.fail.Exception, match="exported anew"):
+        ampopt.load(with_engine, device="cpu", backend="ampopt")
+    loaded = ampopt.load(with_engine, device="cpu", backend="ampopt", verify_key=key)
     assert isinstance(loaded._call, OptimizedModule)
     assert [step.name for step in loaded._call.program.recipe] == ["onnx-runtime"]
     assert torch.allclose(loaded(X), expected_of(with_engine), atol=1e-5)
@@ -342,3 +355,20 @@ def test_a_program_that_the_key_vouches_for_is_not_tried_where_it_was_saved(
     key = with_engine.parent / "public.pem"
     assert bench.load(with_engine, **({"verify_key": key} if is_signed else {}))[2] == 0
     assert tried == ([] if is_signed else ["tried"])
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "chosen"),
+    [((1.0, 2), (1.02, 2), "onnxruntime"), ((1.0, 2), (1.06, 2), "ampopt"), ((1.0, 1), (1.02, 2), "ampopt")],
+)
+def test_of_two_that_are_as_fast_the_one_that_loads_sooner_is_taken(
+    monkeypatch: pytest.MonkeyPatch, own: tuple[float, int], other: tuple[float, int], chosen: str
+) -> None:
+    ways = {"ampopt": own, "onnxruntime": other}
+
+    def made_up(calls: Mapping[str, object], **options: object) -> dict[str, Measurement]:
+        return {name: Measurement((ways[name][0],) * 200) for name in calls}
+
+    monkeypatch.setattr(known_backend, "interleave", made_up)
+    calls = {name: (lambda: None, threads) for name, (_, threads) in ways.items()}
+    assert fastest(calls, torch.device("cpu")).backend == chosen

@@ -67,7 +67,7 @@ def test_weights_beside_the_model_are_read(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="does not load on this machine"):
+    with pytest.raises(BundleError, match="is no ONNX model: a field is longer than its message"):
         robot.load(one_output(tmp_path / "b", files={"model.onnx": b"rubbish"}))
 
 

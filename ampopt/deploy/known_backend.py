@@ -33,6 +33,15 @@ CHOOSING_S = 2.0
 BACKEND = "backend.json"
 """The file of a bundle that tells which backend was best where it was saved."""
 
+MOST_BYTES = 4096
+"""Largest size of that file."""
+
+SAME = 1.03
+"""Costs within this factor are the same; of such backends one that is a file in the bundle loads sooner."""
+
+OWN = "ampopt"
+"""The backend whose program a load makes of the bundle's recipe."""
+
 
 @dataclasses.dataclass(frozen=True)
 class KnownBackend:
@@ -53,14 +62,23 @@ class Runner:
 def fastest(calls: Mapping[str, tuple[Callable[[], object], int]], device: torch.device) -> KnownBackend:
     """The backend that serves best, of calls without arguments and the threads that each takes, by name.
 
-    They take turns for `CHOOSING_S`; see `ampopt.ort.backend_choice`.
+    They take turns for `CHOOSING_S`; see `ampopt.ort.backend_choice`, and `SAME`.
     """
     rest_s = REST_S if device.type == "cpu" else 0.0
     samplers = {name: engine_latency(call, device, rest_s=rest_s) for name, (call, _) in calls.items()}
     with torch.no_grad():
         latencies = interleave(samplers, seconds=CHOOSING_S)
     timed = {name: Timed(latencies[name], threads) for name, (_, threads) in calls.items()}
-    return KnownBackend(best(timed), {name: str(way) for name, way in timed.items()})
+    chosen, told = best(timed), {name: str(way) for name, way in timed.items()}
+    if chosen == OWN:
+        own = timed.pop(OWN)
+        same = {
+            name: way
+            for name, way in timed.items()
+            if way.cost <= SAME * own.cost and way.threads <= own.threads
+        }
+        chosen = best(same) if same else OWN
+    return KnownBackend(chosen, told)
 
 
 def backend_file(
@@ -80,7 +98,7 @@ def backend_file(
 
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "ampopt": (functools.partial(executable(program), *inputs), threads),
+        OWN: (functools.partial(executable(program), *inputs), threads),
         **{name: (functools.partial(framed, each), each.threads) for name, each in runners.items()},
     }
     found = fastest(calls, device)
@@ -90,10 +108,10 @@ def backend_file(
 
 def known_from(files: BundleFiles, device: torch.device, backends: Sequence[str]) -> KnownBackend | None:
     """What was best where a bundle was saved, if that machine and its libraries are like these."""
-    if BACKEND not in files.names:
+    if BACKEND not in files.names or len(data := files.read(BACKEND)) > MOST_BYTES:
         return None
     try:
-        facts = json.loads(files.read(BACKEND))
+        facts = json.loads(data)
     except (ValueError, RecursionError):
         return None
     if not isinstance(facts, dict) or facts.get("machine") != _machine(device, backends):
@@ -114,9 +132,11 @@ def _known(facts: Any, backends: Sequence[str]) -> KnownBackend | None:
     if not isinstance(facts, dict) or facts.get("backend") not in backends:
         return None
     measured = facts.get("measured")
-    if not isinstance(measured, dict):
+    if not isinstance(measured, dict) or not measured.keys() <= set(backends):
         return None
-    return KnownBackend(facts["backend"], {str(name): str(text) for name, text in measured.items()})
+    if not all(isinstance(text, str) and text.isprintable() for text in measured.values()):
+        return None
+    return KnownBackend(facts["backend"], dict(measured))
 
 
 class BackendCache:

@@ -207,3 +207,13 @@ def test_a_damaged_export_that_is_held_is_made_anew(monkeypatch: pytest.MonkeyPa
         held[key] = data[:40] + bytes([data[40] ^ 1]) + data[41:]
         assert export(made) == expected
         assert held == {key: data}
+
+
+def test_a_damaged_export_that_is_held_leaves_the_folders_alone(folder: Path) -> None:
+    made = program()
+    expected, held = export(made), Exports()
+    (file,) = folder.glob("*.onnx")
+    held[file.stem] = b"damaged"
+    with exports_in(held):
+        assert found(made) == expected
+    assert held == {file.stem: file.read_bytes()}
