@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ampopt.ir.eager_mode import EagerMode
-
-aten = torch.ops.aten
+from ampopt.ir.order_of_sums import uncertainty
 
 
 def is_rounded(tensor: Tensor) -> bool:
@@ -25,6 +24,13 @@ def widened(tensor: Tensor) -> Tensor:
     if not is_rounded(tensor):
         return tensor
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def finite_norm(tensor: Tensor) -> float:
+    """The Euclidean norm of a tensor's finite elements; 0 for integers and booleans."""
+    if not is_rounded(tensor):
+        return 0.0
+    return float(torch.linalg.vector_norm(widened(tensor[torch.isfinite(tensor)])))
 
 
 def is_finite_in(dtype: torch.dtype, tensor: Tensor) -> bool:
@@ -167,38 +173,14 @@ def roundings_of_sums(dtype: torch.dtype, seed: int = 2) -> float:
     return 4.0 ** (seed % 3) if dtype is torch.float32 else 1.0
 
 
-_SUMS = {
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mean.default,
-    aten.mean.dim,
-    aten.cumsum.default,
-}
-
-
-def uncertainty_of_sum(result: Tensor, func: Any, terms: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """How far another order of its terms may change each element of a sum or mean, in float64.
-
-    It is made of the roundings of partial sums, in float32 or float64, of the n terms that are not 0. Where
-    they cancel, partial sums are larger than the sum: of terms of mean 0 and deviation d, that of k terms is
-    about d sqrt(k), and the roundings of all add up to a standard deviation of 0.4 roundings of d n; one
-    rounding of the root mean square times n is counted.
-    """
-    options = {name: value for name, value in kwargs.items() if name != "dtype"}
-    wide = terms.detach().double()
-    squares, count = (func(each, *args, **options) for each in (wide.square(), (wide != 0).double()))
-    own = torch.float64 if torch.float64 in (terms.dtype, result.dtype) else torch.float32
-    uncertain: Tensor = (squares * count).sqrt() * (torch.finfo(own).eps / 2)
-    return uncertain.nan_to_num(0.0, 0.0, 0.0)  # NaN and infinities stay what they are
-
-
 class ResultsRoundedAnew(EagerMode):
     """A mode in which operators' results are changed at random by up to `roundings` roundings to `dtype`.
 
     The roundings are those of the result's own dtype if it is coarser, or complex: no lane lowers that. Sums
     of many numbers are as uncertain as their partial sums, which rounding their terms does not show, see
-    `roundings_of_sums`; sums of known terms change by `uncertainty_of_sum`, too. Results written in
-    place, or sharing memory with an argument, are not changed. With no roundings, sums alone change.
+    `roundings_of_sums`; sums of known terms change as `order_of_sums` says, too. Results written in place, or
+    sharing memory with an argument, are not changed. With no roundings, sums alone change, and not as those
+    of terms that repeat themselves do.
     """
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator, roundings: float = 1.0) -> None:
@@ -211,10 +193,10 @@ class ResultsRoundedAnew(EagerMode):
         if any(each.alias_info is not None for each in func._schema.returns):
             return result
         moved = pytree.tree_map_only(Tensor, self._moved, result)
-        if func not in _SUMS or not result.is_floating_point() or args[0].layout is not torch.strided:
+        uncertain = uncertainty(func, result, args, kwargs or {}, repeats=self.roundings > 0)
+        if uncertain is None:
             return moved
         noise = torch.rand(result.shape, generator=self.generator, device=self.generator.device) * 2 - 1
-        uncertain = uncertainty_of_sum(result, func, *args, **(kwargs or {}))
         return moved + (noise.to(result.device) * uncertain).to(result.dtype)
 
     def _moved(self, tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ _TOTALS = (
     aten.cumsum.default,
 )
 
-LONGEST = 64
+LONGEST = 256
 """The longest running product, which is one product after another."""
 
 

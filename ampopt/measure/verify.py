@@ -15,12 +15,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ampopt.errors import InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
-from ampopt.ir.numerics import Check, is_rounded, relative_error, roundings_of_sums, widened
+from ampopt.ir.numerics import Check, finite_norm, relative_error, roundings_of_sums
 from ampopt.ir.signature import own_copies
 from ampopt.ir.unchecked_reads import divides_towards_zero, why_nan_may_crash
 from ampopt.measure.clocks import synchronize
@@ -195,7 +195,7 @@ class Verifier(Original):
     @functools.cached_property
     def _usual_norms(self) -> list[float]:
         """The norm of each output's finite elements on the examples."""
-        return [_norm(tensor) for tensor in self.reference(self.draws[0])[0]]
+        return [finite_norm(tensor) for tensor in self.reference(self.draws[0])[0]]
 
     def settling_s(self, call_s: float) -> float:
         """Seconds to verify a first program outside of the examples' range, as far as known.
@@ -209,12 +209,18 @@ class Verifier(Original):
         """Whether an error on a draw affects the verdict.
 
         Outside of the examples' range it does not if eager, in the lane, overflows; if eager is too inexact
-        to be a reference, a program only has to be finite.
+        to be a reference, or rounding alone may make it so, a program only has to be finite. Nor does it have
+        to where the original as it is called is not.
         """
-        own = self.own_errors(lane, draw)[output]
-        if draw in self.draws or own <= lane.limits.largest:
+        own, most = self.own_errors(lane, draw)[output], lane.limits.largest
+        if draw in self.draws:
             return True
-        return math.isfinite(own) and not math.isfinite(error)
+        if not math.isfinite(error):
+            return math.isfinite(own) and math.isfinite(self._called_errors(draw)[output])
+        if own > most or error <= most:
+            return own <= most
+        jump = self.largest_jumps(lane, draw, within=True)[output]
+        return jump <= most or error > lane.limits.allowed(jump)
 
     def largest_jumps(self, lane: Lane, draw: Draw, *, within: bool = False) -> list[float]:
         """How far rounding alone changes eager's outputs on a draw; see the class. Overflow is no change.
@@ -390,9 +396,3 @@ class Verifier(Original):
         return IntegerCheck(self._integer_draws, self.own_errors, self.steps, self._check_draw).check(
             run, lane, check
         )
-
-
-def _norm(tensor: Tensor) -> float:
-    if not is_rounded(tensor):
-        return 0.0
-    return float(torch.linalg.vector_norm(widened(tensor[torch.isfinite(tensor)])))
