@@ -1,7 +1,11 @@
 """Forms of cross entropies for ONNX, whose operator has neither smoothed labels nor probabilities.
 
+And of a sigmoid that a logarithm follows, as in log(sigmoid(x) + 1e-12), in a focal loss or an entropy: ONNX
+Runtime's has an error of 7 % at -14, and is 0 from -18 on.
+
 Correct because: they are PyTorch's own steps, of the logarithm of a softmax. A row that is ignored is 0
-whatever its numbers are, and no part of the mean.
+whatever its numbers are, and no part of the mean. A sigmoid is 1 / (1 + exp(-x)); where the exponential
+overflows, from -88 on, it is 0, and PyTorch's is below 1e-38.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from ampopt.ir.deciding_forms import Call
@@ -73,7 +78,41 @@ def _negative_sum(call: Call, source: fx.Node, dim: int) -> Any:
     return call(aten.neg.default, call(aten.sum.dim_IntList, source, [dim]))
 
 
+_LOGARITHMS = {
+    *(aten.log.default, aten.log2.default, aten.log10.default, aten.xlogy.Tensor),
+    *(aten.reciprocal.default, aten.binary_cross_entropy.default),
+}
+_ON_THE_WAY = {
+    *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.rsub.Tensor, aten.mul.Tensor),
+    *(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.maximum.default),
+    *(aten.cat.default, aten.where.self, aten.view.default, aten.reshape.default, aten.squeeze.dim),
+}
+"""What a small number may go through before its logarithm is taken."""
+
+MOST_STEPS = 4
+
+
+def _sigmoid(call: Call, node: fx.Node) -> Any:
+    """Exact for small results, too, where a logarithm follows; of the sigmoid itself it has its own form."""
+    is_wide = dtype_of(node) in (torch.float32, torch.float64)  # exp(12) overflows in float16
+    if not is_wide or any(user.target is aten.log.default for user in node.users) or not _meets_a_log(node):
+        return None
+    grown = call(aten.exp.default, call(aten.neg.default, node.args[0]))
+    return call(aten.reciprocal.default, call(aten.add.Tensor, grown, 1))
+
+
+def _meets_a_log(node: fx.Node) -> bool:
+    reached = {node}
+    for _ in range(MOST_STEPS):
+        users = {user for each in reached for user in each.users}
+        if any(user.target in _LOGARITHMS for user in users):
+            return True
+        reached = {user for user in users if user.target in _ON_THE_WAY}
+    return False
+
+
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
+    aten.sigmoid.default: _sigmoid,
 }
 """For each operator, a function of (call, node) that makes its form; None: no change needed."""

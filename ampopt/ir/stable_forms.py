@@ -215,14 +215,22 @@ def _keeping_nan(call: Call, node: fx.Node) -> Any:
     return with_nan_of(call, call(node.target, *node.args, **node.kwargs), node.args[0])
 
 
-def _one_bound(call: Call, node: fx.Node) -> Any:
-    """With infinity for the other bound: ONNX's Clip takes the largest finite number where none is given."""
-    values = arguments(node)
-    low, high = values.get("min"), values.get("max")
-    if (low is not None and high is not None) or not dtype_of(node).is_floating_point:
+def _bounded(call: Call, node: fx.Node) -> Any:
+    """With infinity for a bound that is not given, where ONNX's Clip takes the largest finite number.
+
+    Of two bounds one may be an integer and one not, which torch.onnx refuses, also for a tensor of integers.
+    """
+    values, dtype = arguments(node), dtype_of(node)
+    source, low, high = values["self"], values.get("min"), values.get("max")
+    if not dtype.is_floating_point or (type(low) is type(high) and dtype_of(source) is dtype):
         return None
-    low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
-    return call(aten.hardtanh.default, values["self"], low, high)
+    if dtype_of(source) is not dtype:
+        source = call(aten._to_copy.default, source, dtype=dtype)
+    if low is None or high is None:
+        low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
+        return call(aten.hardtanh.default, source, low, high)
+    numbers = (float(each) if isinstance(each, int) else each for each in (low, high))
+    return call(aten.clamp.default, source, *numbers)
 
 
 def _mean_of_pixels(call: Call, node: fx.Node) -> Any:
@@ -372,9 +380,9 @@ FORMS: Forms = {
     aten.special_log_ndtr.default: _log_ndtr,
     aten.hypot.default: _hypot,
     aten.abs.default: _absolute,
-    aten.clamp_min.default: _one_bound,
-    aten.clamp_max.default: _one_bound,
-    aten.clamp.default: _one_bound,
+    aten.clamp_min.default: _bounded,
+    aten.clamp_max.default: _bounded,
+    aten.clamp.default: _bounded,
     aten.logit.default: _keeping_nan,
     aten.adaptive_avg_pool2d.default: _mean_of_pixels,
     aten.mean.dim: _mean_of_many,

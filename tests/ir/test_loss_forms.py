@@ -121,3 +121,42 @@ def test_an_exported_file_has_them(tmp_path: Path) -> None:
 def test_what_onnx_has_an_operator_for_is_left_alone() -> None:
     graph = program_of(Model(lambda m, x, t: F.cross_entropy(x, t, WEIGHT)), X, TRUE).graph
     assert any(calls(with_stable_forms(graph, (X, TRUE)), FORMS))
+
+
+def _focal(x: Tensor) -> Tensor:
+    p = x.sigmoid()
+    return -((1 - p) ** 2 * torch.log(p + 1e-6) + p**2 * torch.log(1 - p + 1e-6))
+
+
+LOGARITHMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "with an offset": lambda x: torch.log(x.sigmoid() + 1e-12),
+    "with a limit": lambda x: x.sigmoid().clamp(min=1e-9).log(),
+    "of both sides": lambda x: torch.cat((x.sigmoid(), 1 - x.sigmoid())).clamp(1e-7, 1).log(),
+    "of a product": lambda x: (x.sigmoid() * 0.5 + 1e-12).log2(),
+    "a focal loss": _focal,
+    "an entropy": lambda x: -(x.sigmoid() * (x.sigmoid() + 1e-12).log()),
+    "an inverse": lambda x: (x.sigmoid() + 1e-8).reciprocal(),
+}
+
+OF_BOTH_SIDES = ("of both sides", "a focal loss")
+
+
+@pytest.mark.parametrize("name", LOGARITHMS)
+def test_a_sigmoid_before_a_logarithm_is_exact(tmp_path: Path, name: str) -> None:
+    x = torch.linspace(-120, 120, 512).reshape(8, 64)
+    function = LOGARITHMS[name]
+    model = Model(lambda _, x: function(x))
+    assert export(model, tmp_path / "m.onnx", x).verified
+    (found,) = run(tmp_path / "m.onnx", x)
+    # 1 - sigmoid(x) loses digits in eager, too: as many where the sigmoid is rounded otherwise.
+    lost = 2.0**-23 / (1 - x.double().sigmoid() + 1e-7) if name in OF_BOTH_SIDES else torch.zeros(8, 64)
+    error = (torch.from_numpy(found) - function(x.double())).abs().reshape(-1, 8, 64)
+    assert bool((error <= 2e-6 + 2e-6 * function(x.double()).abs().reshape(-1, 8, 64) + lost).all())
+
+
+@pytest.mark.parametrize("function", [lambda x: x.sigmoid() * x, lambda x: (x.sigmoid() + 1).relu(),
+                                      lambda x: x.sigmoid().log()])  # fmt: skip
+def test_other_sigmoids_stay(function: Callable[[Tensor], Tensor]) -> None:
+    program = program_of(Model(lambda _, x: function(x)), X)
+    changed = with_stable_forms(program.graph, program.examples)
+    assert not any(calls(changed, (torch.ops.aten.reciprocal.default,)))

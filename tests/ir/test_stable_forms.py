@@ -63,6 +63,10 @@ def _after_nothing(v: Tensor) -> Tensor:
     return torch.stack([torch.full_like(v, -torch.inf), v - 120, v - 121], -1)
 
 
+def _whole(v: Tensor) -> Tensor:
+    return v.nan_to_num().clamp(-99, 99).long()
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention with a mask": lambda v: _attended(v, as_numbers=False),
     "attention with a mask of numbers": lambda v: _attended(v, as_numbers=True),
@@ -88,6 +92,11 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "bounded below": lambda v: v.clamp_min(-3),
     "bounded above": lambda v: v.clamp_max(3),
     "clamped below": lambda v: v.clamp(min=-3),
+    "clamped by an integer and a fraction": lambda v: v.clamp(-3, 1.5),
+    "clamped by a fraction and an integer": lambda v: v.clamp(-1.5, 3),
+    "clamped to the other bound": lambda v: v.clamp(3, 1.5),
+    "integers clamped to fractions": lambda v: _whole(v).clamp(-3, 1.5).to(v.dtype),
+    "integers clamped below a fraction": lambda v: _whole(v).clamp(max=1.5).to(v.dtype),
     "softplus": F.softplus,
     "softplus, beta and threshold": lambda v: F.softplus(v, beta=2.0, threshold=10.0),
     "mish": F.mish,
