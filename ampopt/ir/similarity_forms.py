@@ -1,9 +1,11 @@
-"""The cosine similarity for ONNX, whose exporter divides a product by the product of the lengths.
+"""The cosine similarity and the distances of all pairs for ONNX.
 
-Of a vector with an infinity that is an infinity, where PyTorch has NaN; lengths from 1e19 on overflow.
+Its exporter divides a product by the product of the lengths: of a vector with an infinity that is an
+infinity, where PyTorch has NaN; lengths from 1e19 on overflow. It has no distances but those that are made of
+a product of matrices, as PyTorch makes them from 26 rows on.
 
 Correct because: PyTorch divides each vector by its own length, or by `eps` if that is more, and multiplies
-then, as the form does. A length of NaN stays one.
+then, as the form does. A length of NaN stays one. A distance is the norm of a difference.
 """
 
 from __future__ import annotations
@@ -16,6 +18,12 @@ from torch import fx
 
 from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import arguments, aten, shape_of
+
+MOST_ROWS = 25
+"""The most rows whose Euclidean distances PyTorch makes of differences by default."""
+
+ALWAYS_A_PRODUCT, NEVER_A_PRODUCT = 1, 2
+"""PyTorch's numbers of modes: `use_mm_for_euclid_dist` and `donot_use_mm_for_euclid_dist`."""
 
 
 def _cosine(call: Call, node: fx.Node) -> Any:
@@ -36,5 +44,24 @@ def _cosine(call: Call, node: fx.Node) -> Any:
     return call(aten.sum.dim_IntList, call(aten.mul.Tensor, *units), [dim])
 
 
-FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {aten.cosine_similarity.default: _cosine}
+def _distances(call: Call, node: fx.Node) -> Any:
+    """None where PyTorch takes a product of matrices: differences of all pairs take far more memory.
+
+    Nor for the largest difference, or their number, which PyTorch finds in NaN, too.
+    """
+    values = arguments(node)
+    one, other, mode = values["x1"], values["x2"], values.get("compute_mode")
+    rows = max(shape_of(each)[-2] for each in (one, other))
+    is_product = mode == ALWAYS_A_PRODUCT or (mode != NEVER_A_PRODUCT and rows > MOST_ROWS)
+    if (values["p"] == 2.0 and is_product) or not 0 < values["p"] < math.inf:
+        return None
+    pairs = (call(aten.unsqueeze.default, one, -2), call(aten.unsqueeze.default, other, -3))
+    difference = call(aten.sub.Tensor, *pairs)
+    return call(aten.linalg_vector_norm.default, difference, values["p"], [-1])
+
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    aten.cosine_similarity.default: _cosine,
+    aten.cdist.default: _distances,
+}
 """For each operator, a function of (call, node) that makes its form; None: no change needed."""

@@ -1,4 +1,4 @@
-"""The cosine similarity in ONNX Runtime is PyTorch's, also of infinities and of large numbers."""
+"""The cosine similarity and distances in ONNX Runtime are PyTorch's, also of infinities and large numbers."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "of rows": lambda x: F.cosine_similarity(x, x.flip(1), dim=-1),
     "of a row and all others": lambda x: F.cosine_similarity(x, x[0, 0], dim=2),
     "of all and all others": lambda x: F.cosine_similarity(x[:, :, None], x[:, None], dim=-1),
+    "distances": lambda x: torch.cdist(x, x.flip(1) + 1),
+    "distances to one set": lambda x: torch.cdist(x, x[0, :3]),
+    "distances of one row": lambda x: torch.cdist(x[0, :1], x[1]),
+    "sums of differences": lambda x: torch.cdist(x, x.flip(1), p=1.0),
+    "other distances": lambda x: torch.cdist(x, x.flip(1) + 1, p=3.0),
     "of short vectors": lambda x: F.cosine_similarity(x, x.flip(1), dim=1, eps=3.0),
 }
 
@@ -48,3 +53,13 @@ def test_a_vector_that_is_repeated_along_its_length_is_left_alone() -> None:
     assert any(calls(with_stable_forms(graph, (X,)), FORMS))
     whole = program_of(Model(lambda m, x: FUNCTIONS["of channels"](x)), X).graph
     assert not any(calls(with_stable_forms(whole, (X,)), FORMS))
+
+
+@pytest.mark.parametrize(("rows", "mode", "is_left"), [
+    (25, "use_mm_for_euclid_dist_if_necessary", False), (26, "use_mm_for_euclid_dist_if_necessary", True),
+    (26, "donot_use_mm_for_euclid_dist", False), (3, "use_mm_for_euclid_dist", True),
+])  # fmt: skip
+def test_distances_of_many_rows_stay_those_of_a_product(rows: int, mode: str, is_left: bool) -> None:
+    x = torch.randn(rows, 3)
+    graph = program_of(Model(lambda m, x: torch.cdist(x, x + 1, compute_mode=mode)), x).graph
+    assert any(calls(with_stable_forms(graph, (x,)), FORMS)) is is_left
