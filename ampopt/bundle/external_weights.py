@@ -57,6 +57,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     place = 0
     while place < len(message):
         tag, place = _varint(message, place)
+        if tag >> 32:
+            raise ValueError("a tag of more than 32 bits, of which readers take 32")
         number, kind = tag >> 3, tag & 7
         if kind == _VARINT:
             value, place = _varint(message, place)

@@ -26,6 +26,7 @@ from ampopt.ir.unchecked_reads import divides_towards_zero, why_nan_may_crash
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.draws import (
     CALLS_IN_A_ROW,
+    ZEROS,
     Draw,
     fault_draws,
     faults_elsewhere,
@@ -210,14 +211,15 @@ class Verifier(Original):
 
         Outside of the examples' range it does not if eager, in the lane, overflows; if eager is too inexact
         to be a reference, or rounding alone may make it so, a program only has to be finite. Nor does it have
-        to where the original as it is called is not.
+        to where the original as it is called is not. Of inputs of 0 sums are exact in any order, at first at
+        least, and equal results show which of them is taken.
         """
         own, most = self.own_errors(lane, draw)[output], lane.limits.largest
         if draw in self.draws:
             return True
         if not math.isfinite(error):
             return math.isfinite(own) and math.isfinite(self._called_errors(draw)[output])
-        if own > most or error <= most:
+        if own > most or error <= most or draw.name == ZEROS:
             return own <= most
         jump = self.largest_jumps(lane, draw, within=True)[output]
         return jump <= most or error > lane.limits.allowed(jump)

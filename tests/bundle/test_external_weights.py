@@ -66,6 +66,31 @@ PLACES: dict[str, Callable[[str | None], Any]] = {
 }
 
 
+def varint(value: int) -> bytes:
+    parts = []
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def field(number: int, content: bytes, above: int = 0) -> bytes:
+    """A field of bytes; `above`: what stands above the 32 bits of its tag."""
+    return varint((number << 3 | 2) + (above << 32)) + varint(len(content)) + content
+
+
+@pytest.mark.parametrize("above", range(1, 5))
+def test_a_tag_that_readers_cut_is_refused(above: int) -> None:
+    """They take 32 bits of it: with one more it is an unknown field here, and the same to them."""
+    high = [1 if each == above else 0 for each in range(1, 5)]
+    entry = field(1, b"location", high[0]) + field(2, b"../secret")
+    data = field(7, field(5, field(13, entry, high[1]), high[2]), high[3])
+    with pytest.raises(ValueError, match="a tag of more than 32 bits"):
+        external_files(data)
+    plain = field(7, field(5, field(13, field(1, b"location") + field(2, b"../secret"))))
+    assert external_files(plain) == {"../secret"}
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_a_file_is_found_wherever_it_is_named(name: str) -> None:
     assert external_files(PLACES[name]("../secret").SerializeToString()) == {"../secret"}

@@ -139,11 +139,11 @@ def test_a_sum_in_float64_has_float64s_roundings() -> None:
 
 
 OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "integers that were numbers": (aten.quantize_per_tensor.default, (torch.ones(3), 0.1, 0, torch.qint8)),
     "an activation": (aten.relu.default, (torch.ones(3),)),
     "integers": (aten.sum.default, (torch.ones(3, dtype=torch.int64),)),
     "complex numbers": (aten.sum.default, (torch.ones(3, dtype=torch.complex64),)),
     "numbers that are not dense": (aten.sum.default, (torch.ones(3).to_sparse(),)),
-    "squares that are not summed": (aten.mse_loss.default, (torch.ones(3), torch.ones(3), 0)),
     "several results": (aten.var_mean.correction, (torch.ones(3),)),
 }
 
@@ -159,3 +159,21 @@ def test_numbers_that_are_not_finite_have_none() -> None:
     found = uncertainty(aten.sum.default, x.sum(), (x,), {}, repeats=True)
     assert found is not None
     assert float(found) == 0.0
+
+
+def test_squares_that_are_not_summed_are_certain() -> None:
+    given = (torch.ones(3), torch.zeros(3), 0)
+    found = uncertainty(aten.mse_loss.default, aten.mse_loss.default(*given), given, {}, repeats=True)
+    assert found is not None
+    assert float(found.abs().max()) == 0.0
+
+
+def test_a_product_whose_terms_cancel_is_not_as_uncertain_as_one_of_one_sign() -> None:
+    x, y = torch.randn(1, 100_352), torch.randn(100_352, 1)
+    mixed, same = (
+        uncertainty(aten.mm.default, a @ b, (a, b), {}, repeats=False)
+        for a, b in ((x, y), (x.abs(), y.abs()))
+    )
+    assert mixed is not None
+    assert same is not None
+    assert float(same) > 10 * float(mixed)
