@@ -10,7 +10,7 @@ overflows, from -88 on, it is 0, and PyTorch's is below 1e-38.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -86,8 +86,9 @@ _ON_THE_WAY = {
     *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.rsub.Tensor, aten.mul.Tensor),
     *(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.maximum.default),
     *(aten.cat.default, aten.where.self, aten.view.default, aten.reshape.default, aten.squeeze.dim),
+    *(aten.neg.default, aten.square.default, aten.pow.Tensor_Scalar, aten.abs.default),
 }
-"""What a small number may go through before its logarithm is taken."""
+"""What a number may go through before its logarithm or root is taken."""
 
 MOST_STEPS = 4
 
@@ -95,17 +96,20 @@ MOST_STEPS = 4
 def _sigmoid(call: Call, node: fx.Node) -> Any:
     """Exact for small results, too, where a logarithm follows; of the sigmoid itself it has its own form."""
     is_wide = dtype_of(node) in (torch.float32, torch.float64)  # exp(12) overflows in float16
-    if not is_wide or any(user.target is aten.log.default for user in node.users) or not _meets_a_log(node):
+    if not is_wide or any(user.target is aten.log.default for user in node.users):
+        return None
+    if not leads_to(node, _LOGARITHMS):
         return None
     grown = call(aten.exp.default, call(aten.neg.default, node.args[0]))
     return call(aten.reciprocal.default, call(aten.add.Tensor, grown, 1))
 
 
-def _meets_a_log(node: fx.Node) -> bool:
+def leads_to(node: fx.Node, targets: Collection[Any]) -> bool:
+    """Whether one of some operators gets a node's result, or a sum or product of it, after few steps."""
     reached = {node}
     for _ in range(MOST_STEPS):
         users = {user for each in reached for user in each.users}
-        if any(user.target in _LOGARITHMS for user in users):
+        if any(user.target in targets for user in users):
             return True
         reached = {user for user in users if user.target in _ON_THE_WAY}
     return False
