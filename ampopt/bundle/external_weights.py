@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-_Fields = Mapping[int, str]
+_Numbers = Mapping[int, str]
 
-MESSAGES: dict[str, _Fields] = {
+MESSAGES: dict[str, _Numbers] = {
     "Model": {7: "Graph", 20: "Training", 25: "Function"},
     "Training": {1: "Graph", 2: "Graph"},
     "Graph": {1: "Node", 5: "Tensor", 15: "SparseTensor"},
@@ -39,20 +39,20 @@ def external_files(model: bytes) -> set[str]:
     while waiting:
         kind, message = waiting.pop()
         parts = MESSAGES[kind]
-        for number, value in _fields(message):
+        for number, value in _parts(message):
             inner = parts.get(number)
             if inner is None or not isinstance(value, memoryview):
                 continue
             if inner != "Entry":
                 waiting.append((inner, value))
                 continue
-            entry = {place: bytes(text) for place, text in _fields(value) if isinstance(text, memoryview)}
+            entry = {place: bytes(text) for place, text in _parts(value) if isinstance(text, memoryview)}
             if entry.get(_KEY) == b"location":
                 found.add(entry.get(_VALUE, b"").decode())
     return found
 
 
-def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def _parts(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """The fields of a message in order, each with its number."""
     place = 0
     while place < len(message):

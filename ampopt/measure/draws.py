@@ -35,9 +35,6 @@ MOST_ALONE = 4
 FAULTS = {"NaN": float("nan"), "infinity": float("inf")}
 """The values written to one element of each input, in turn, to test that faults reach the outputs."""
 
-ZEROS = "inputs of 0"
-"""The name of the draw of these."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
@@ -64,7 +61,7 @@ def plain_draws(examples: Tensors, count: int, seed: int, *, in_a_row: int) -> l
 def range_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
     """The examples scaled, constant, and zero except for one element; none without floating-point inputs."""
     ways: dict[str, Callable[[Tensor], Tensor]] = {
-        ZEROS: torch.zeros_like,
+        "inputs of 0": torch.zeros_like,
         "inputs x0.01": lambda x: x * 0.01,
         "inputs x10": lambda x: x * 10,
         "inputs x100": lambda x: x * 100,

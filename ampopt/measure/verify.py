@@ -26,7 +26,6 @@ from ampopt.ir.unchecked_reads import divides_towards_zero, why_nan_may_crash
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.draws import (
     CALLS_IN_A_ROW,
-    ZEROS,
     Draw,
     fault_draws,
     faults_elsewhere,
@@ -51,15 +50,16 @@ Outputs of zeros have an error of 1, which never passes.
 LEAST_NORM = 1e-6
 """Outside of the examples' range, an output's norm counts as at least this share of that on the examples."""
 
+CANCELLED = 0.05
+"""Far outside, rounding may decide a result that is wrong by at most this share of its usual norm."""
+
 ROUNDINGS = 6
 """Number of eager runs with changed rounding, to learn how far rounding alone can change an output."""
-
 
 UNCERTAIN_S = 0.3
 """Longest time in seconds of a reference with which eager is run so often with all its results rounded anew.
 
-Such a run takes three to twenty times as long as one of eager. Where a reference takes longer, there is one
-such run, and only for a program that is near its limit.
+Such a run takes three to twenty times as long as eager. With a longer one there is one run, near the limit.
 """
 
 NEAR = 10.0
@@ -132,10 +132,8 @@ class Verifier(Original):
             try:
                 self.steps(self.eager(FP32), draw)
             except Exception as error:
-                reason = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" …")
-                self.note = (
-                    f"a random input was left out of the verification, because the model refuses it: {reason}"
-                )
+                why = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" …")
+                self.note = f"a random input was not verified on, because the model refuses it: {why}"
             else:
                 kept.append(draw)
         return kept
@@ -209,19 +207,21 @@ class Verifier(Original):
     def counts(self, lane: Lane, draw: Draw, output: int, error: float) -> bool:
         """Whether an error on a draw affects the verdict.
 
-        Outside of the examples' range it does not if eager, in the lane, overflows; if eager is too inexact
-        to be a reference, or rounding alone may make it so, a program only has to be finite. Nor does it have
-        to where the original as it is called is not. Of inputs of 0 sums are exact in any order, at first at
-        least, and equal results show which of them is taken.
+        Outside of the examples' range it does not if eager overflows in the lane. If eager is too inexact to
+        be a reference, a program has to be finite, and does not where the original as it is called is not. A
+        result that cancels, to a small share of the usual one, may be decided by rounding.
         """
         own, most = self.own_errors(lane, draw)[output], lane.limits.largest
         if draw in self.draws:
             return True
         if not math.isfinite(error):
             return math.isfinite(own) and math.isfinite(self._called_errors(draw)[output])
-        if own > most or error <= most or draw.name == ZEROS:
+        if own > most or error <= most:
             return own <= most
-        jump = self.largest_jumps(lane, draw, within=True)[output]
+        usual = self._usual_norms[output]
+        norm = max(LEAST_NORM * usual, *(finite_norm(each[output]) for each in self.reference(draw)))
+        is_small = error * norm < CANCELLED * usual
+        jump = self.largest_jumps(lane, draw, within=True)[output] if is_small else 0.0
         return jump <= most or error > lane.limits.allowed(jump)
 
     def largest_jumps(self, lane: Lane, draw: Draw, *, within: bool = False) -> list[float]:
@@ -316,10 +316,10 @@ class Verifier(Original):
         worst = Check(0.0, float("inf"), None)
         for output, error, limit in self.judged(run, lane, draw):
             if not error <= limit or not math.isfinite(error):
-                place = "" if draw in self.draws else f" with {draw.name}"
-                text = f"output {output}{place}: error {error:.2g} is over {limit:.2g}"
-                own = self.own_error(lane) if draw in self.draws else self.own_errors(lane, draw)[output]
-                return Check(error, limit, f"{text} (eager's own: {own:.2g})")
+                is_usual, own = draw in self.draws, self.own_errors(lane, draw)[output]
+                own, place = (self.own_error(lane), "") if is_usual else (own, f" with {draw.name}")
+                told = f"error {error:.2g} is over {limit:.2g} (eager's own: {own:.2g})"
+                return Check(error, limit, f"output {output}{place}: {told}")
             if error >= worst.error:
                 worst = Check(error, limit, None)
         return worst
