@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampopt.ir.deciding_forms import Call
+from ampopt.ir.deciding_forms import Call, in_dtype_of
 from ampopt.ir.graph import arguments, aten, dtype_of, shape_of
 
 MEAN, SUM = 1, 2
@@ -100,7 +100,7 @@ def _sigmoid(call: Call, node: fx.Node) -> Any:
         return None
     if not leads_to(node, _LOGARITHMS):
         return None
-    grown = call(aten.exp.default, call(aten.neg.default, node.args[0]))
+    grown = call(aten.exp.default, call(aten.neg.default, in_dtype_of(call, node.args[0], node)))
     return call(aten.reciprocal.default, call(aten.add.Tensor, grown, 1))
 
 

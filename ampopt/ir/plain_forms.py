@@ -1,8 +1,8 @@
 """Forms for ONNX of what torch.onnx writes as it stands, although ONNX's operator is narrower than PyTorch's.
 
-A copy is not broadcast there, booleans have no sum, integers no ReLU, bytes no negative and no square, a
-power no boolean exponent, and a shift by a tensor no form by its operator's name. ONNX Runtime's Tanh may be
-above 1 by a rounding, of which an arc sine, or the root of 1 - tanh(x)², is NaN.
+A copy is not broadcast there, two tensors of booleans have no sum, integers no ReLU, bytes no negative and no
+square, a power no boolean exponent, and a shift by a tensor no form by its operator's name. ONNX Runtime's
+Tanh may be above 1 by a rounding, of which an arc sine, or the root of 1 - tanh(x)², is NaN.
 
 Correct because: a copy is the source wherever that is chosen; a sum of booleans is true where one of them is;
 of integers ReLU is the larger of 0 and the number; bytes wrap in either way of writing; no tanh is above 1.
@@ -41,8 +41,10 @@ def _copy(call: Call, node: fx.Node) -> Any:
 
 
 def _sum(call: Call, node: fx.Node) -> Any:
-    parts = [arguments(node)[name] for name in ("self", "other")]
-    if not all(isinstance(part, fx.Node) and dtype_of(part) is torch.bool for part in parts):
+    values = arguments(node)
+    parts = [values[name] for name in ("self", "other")]
+    are_booleans = all(isinstance(part, fx.Node) and dtype_of(part) is torch.bool for part in parts)
+    if not are_booleans or values["alpha"] != 1:
         return None
     return call(aten.logical_or.default, *parts)
 

@@ -154,6 +154,16 @@ def test_a_sigmoid_before_a_logarithm_is_exact(tmp_path: Path, name: str) -> Non
     assert bool((error <= 2e-6 + 2e-6 * function(x.double()).abs().reshape(-1, 8, 64) + lost).all())
 
 
+@pytest.mark.parametrize(
+    "x", [torch.tensor([True, False]), torch.arange(64, dtype=torch.uint8), torch.tensor([-9, 3, 20])]
+)
+def test_a_sigmoid_of_integers_before_a_logarithm_is_exact(tmp_path: Path, x: Tensor) -> None:
+    model = Model(lambda _, x: torch.log(x.sigmoid() + 1e-6))
+    assert export(model, tmp_path / "m.onnx", x).verified
+    (found,) = run(tmp_path / "m.onnx", x)
+    assert torch.allclose(torch.from_numpy(found), model(x), rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("function", [lambda x: x.sigmoid() * x, lambda x: (x.sigmoid() + 1).relu(),
                                       lambda x: x.sigmoid().log()])  # fmt: skip
 def test_other_sigmoids_stay(function: Callable[[Tensor], Tensor]) -> None:

@@ -66,6 +66,12 @@ def test_files_compute_what_eager_does(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-3 if "tanh" in name else 1e-6)
 
 
+def test_a_sum_of_masks_times_a_number_is_left_alone() -> None:
+    program = program_of(Model(lambda _, m: torch.add(m, m.flip(2), alpha=0)), MASK)
+    changed = with_stable_forms(program.graph, program.examples)
+    assert not any(calls(changed, (torch.ops.aten.logical_or.default,)))
+
+
 def test_a_copy_is_broadcast_at_every_size_of_a_range(tmp_path: Path) -> None:
     model = Model(lambda _, x: torch.empty_like(x).copy_(x[:, :1]))
     export(model, tmp_path / "m.onnx", X, dynamic={"inputs_0": {2: "length"}})
