@@ -145,3 +145,16 @@ def test_a_wrong_program_is_refused(name: str) -> None:
     verifier, _ = verifier_of(Model(lambda _, x: original(x)), x, faults="ignore")
     assert not verifier.check(lambda x: [program(x)], FP32, everywhere=True).passed
     assert verifier.check(lambda x: [original(x)], FP32, everywhere=True).passed
+
+
+@pytest.mark.parametrize("lanes", [8, 16, 32])
+def test_a_difference_of_means_is_right_in_the_order_of_any_processor(lanes: int) -> None:
+    for seed in range(5):
+        (x,) = made(seed, SMALL)
+        verifier, _ = verifier_of(Model(lambda _, x: x.mean() - 0.5), x)
+
+        def in_lanes(x: Tensor) -> list[Tensor]:
+            rows = x.numpy().reshape(-1, lanes)
+            return [torch.tensor(rows.cumsum(0)[-1].cumsum()[-1] / rows.size) - 0.5]
+
+        assert verifier.check(in_lanes, FP32, everywhere=True).passed

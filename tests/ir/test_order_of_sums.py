@@ -105,7 +105,7 @@ def test_of_terms_that_are_0_there_is_nothing_to_round() -> None:
     assert dense is not None
     assert sparse is not None
     assert float(sparse) < float(dense) / 500
-    assert float(sparse) == pytest.approx(few.sum() * (1 + 7**0.5 / 16) * 2**-24)
+    assert float(sparse) == pytest.approx(few.sum() * (1 + 7**0.5 / 8) * 2**-24)
 
 
 @pytest.mark.parametrize(

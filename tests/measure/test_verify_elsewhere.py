@@ -123,7 +123,7 @@ def amplifying(wide: float) -> nn.Module:
     return Model(lambda m, x: torch.exp(80 * x.mean(1) / wide))
 
 
-@pytest.mark.parametrize(("off", "passes"), [(2e-6, True), (1e-4, False)])
+@pytest.mark.parametrize(("off", "passes"), [(4e-6, True), (1e-4, False)])
 def test_far_outside_another_order_of_sums_may_change_as_much_as_rounding_them_does(
     off: float, passes: bool
 ) -> None:
@@ -146,7 +146,7 @@ def test_far_outside_another_order_of_sums_may_change_as_much_as_rounding_them_d
 
 @pytest.mark.parametrize(
     ("exact_s", "off", "passes", "runs"),
-    [(1.0, 2e-6, True, 1), (1.0, 1e-5, False, 0), (0.1, 1e-5, True, 6)],
+    [(1.0, 4e-6, True, 1), (1.0, 4e-5, False, 0), (0.1, 2e-5, True, 6)],
 )
 def test_where_references_take_long_that_is_seen_once_and_for_what_is_near_its_limit(
     monkeypatch: pytest.MonkeyPatch, exact_s: float, off: float, passes: bool, runs: int
