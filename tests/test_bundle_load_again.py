@@ -372,3 +372,20 @@ def test_of_two_that_are_as_fast_the_one_that_loads_sooner_is_taken(
     monkeypatch.setattr(known_backend, "interleave", made_up)
     calls = {name: (lambda: None, threads) for name, (_, threads) in ways.items()}
     assert fastest(calls, torch.device("cpu")).backend == chosen
+
+
+@pytest.mark.parametrize("name", ["exports_file", "backend_file"])
+def test_what_only_saves_time_does_not_take_a_save_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    pytest.importorskip("onnxruntime")
+
+    def failing(*args: object) -> dict[str, bytes]:
+        raise RuntimeError("no memory for another session")
+
+    monkeypatch.setattr(bundle_save, "is_busy", lambda: False)
+    monkeypatch.setattr(bundle_save, "CHOOSING_S", 0.1)
+    monkeypatch.setattr(bundle_save, name, failing)
+    module_of(nn.Conv2d(3, 4, 3), X).save(tmp_path / "robot.ampopt", tune_s=0.1)
+    assert "first load will take longer, because RuntimeError: no memory for another session" in caplog.text
+    assert "model.onnx" in open_bundle(tmp_path / "robot.ampopt").names

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import logging
 import os
 import tempfile
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,7 @@ from ampopt.deploy.recipe_file import write_recipe
 from ampopt.deploy.self_test import pass_test, self_test_of
 from ampopt.deploy.sized_program import SizedProgram
 from ampopt.deploy.torchscript_file import why_not_torchscript, write_torchscript
-from ampopt.errors import ExportError, InputError
+from ampopt.errors import ExportError, InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import aten, calls, where
 from ampopt.ir.lifted_state import LiftedState
@@ -51,11 +53,14 @@ from ampopt.measure.headline import is_busy
 from ampopt.measure.sampling import Measurement, interleave
 from ampopt.passes import BakeAutocast
 from ampopt.system.environment import device_name, environment
+from ampopt.system.interrupts import check_interrupted
 from ampopt.system.wording import argument
 from ampopt.version import __version__
 
 if TYPE_CHECKING:
     from ampopt.deploy.deployable import Deployable
+
+logger = logging.getLogger("ampopt")
 
 
 def save_bundle(
@@ -109,7 +114,7 @@ def save_bundle(
         "weights.safetensors": safetensors.torch.save(weights),
         "self_test.safetensors": safetensors.torch.save(test.tensors()),
         "report.json": json.dumps(module.report.to_dict(), indent=1).encode(),
-        **({} if stored else exports_file(optimized)),
+        **({} if stored else _if_possible(lambda: exports_file(optimized))),
     }
     if cpp:
         flat = list(test.inputs.values()), list(test.outputs.values())
@@ -135,9 +140,20 @@ def save_bundle(
             manifest["onnx"] = written.section
             files |= {file.name: file for file in sorted(Path(folder).iterdir())}
             if not (was_busy or stored or states) and tune_s >= CHOOSING_S:
-                files |= backend_file(optimized.program, list(test.inputs.values()), written.runners())
+                given = list(test.inputs.values())
+                files |= _if_possible(lambda: backend_file(optimized.program, given, written.runners()))
         key = None if sign_key is None else Path(sign_key)
         write_bundle(path, manifest, files, sign_key=key, as_folder=as_folder)
+
+
+def _if_possible(make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """Files that save a load time and nothing else; none where an engine fails, which the log tells."""
+    try:
+        return make()
+    except Exception as error:  # whatever an engine raises
+        check_interrupted(error)
+        logger.warning("ampopt: the bundle's first load will take longer, because %s", first_line(error))
+        return {}
 
 
 def _check_state(captured: Captured, lifted: LiftedState) -> None:

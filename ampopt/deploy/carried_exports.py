@@ -7,20 +7,14 @@ the program does but the signature of whom the bundle is believed.
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import safetensors.numpy
 
 from ampopt.bundle.files import BundleFiles
 from ampopt.deploy.optimized import Optimized
 from ampopt.engines.onnx_cache import Exports, exports_in
-from ampopt.errors import first_line
 from ampopt.ir.transform import replay
 from ampopt.passes import OnnxRuntime, Openvino
-from ampopt.system.interrupts import check_interrupted
-
-logger = logging.getLogger("ampopt")
 
 EXPORTS = "exports.safetensors"
 
@@ -29,12 +23,8 @@ def exports_file(optimized: Optimized) -> dict[str, bytes]:
     """The file of a bundle with the exports that replaying its recipe takes; nothing if it takes none."""
     recipe, found = optimized.recipe, Exports()
     if any(isinstance(step, (OnnxRuntime, Openvino)) for step in recipe.passes):
-        try:
-            with exports_in(found):
-                replay(recipe.passes, recipe.lane.start(optimized.captured.program))
-        except Exception as error:  # whatever an engine raises: a load will export anew
-            check_interrupted(error)
-            logger.debug("ampopt: a bundle is saved without exports: %s", first_line(error))
+        with exports_in(found):
+            replay(recipe.passes, recipe.lane.start(optimized.captured.program))
     arrays = {key: np.frombuffer(data, np.uint8) for key, data in found.items()}
     return {EXPORTS: safetensors.numpy.save(arrays)} if found else {}
 

@@ -86,10 +86,11 @@ class Deployable(InferenceModule):
         """Save a bundle for a robot: a zip file, or a folder with `as_folder`.
 
         It contains the model with the recipe of its passes, its ONNX export, which keeps NaN in ONNX Runtime,
-        with the session options that a sweep of `tune_s` seconds found fastest here, which backend is best
-        here, a self-test, the report, and hashes of all files. A module with one program for a range of sizes
-        is saved with that program, and a self-test at corners of the range, too. A state that the model keeps
-        is stored as it was when the model was optimized.
+        with the session options that a sweep of `tune_s` seconds found fastest here, a self-test, the report,
+        and hashes of all files. On a machine that is not busy, and with `tune_s` of 2 or more, it tells which
+        backend is best here, too. A module with one program for a range of sizes is saved with that program,
+        and a self-test at corners of the range, too. A state that the model keeps is stored as it was when
+        the model was optimized. Neither of the two tells the best backend.
         `part`: of a model that is not one graph, the optimized submodule of this name, as
         `report.regions` lists it: the file is a model of its own, with the inputs that the submodule got in
         the example call, and without hooks and the code around it. `onnx`: "fp32", "fp16", "auto" (as

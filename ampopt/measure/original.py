@@ -151,9 +151,9 @@ class Original:
         """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times.
 
         `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype. `roundings`: the
-        number for each result within (None: see `roundings_of_sums`); with 0 only sums whose terms cancel
-        change. All are of one copy of the model, whose weights the next one rounds anew: a run is no use
-        after the next was asked for.
+        number for each result within (None: see `roundings_of_sums`); with 0 sums alone change. All are of
+        one copy of the model, whose weights the next one rounds anew: a run is no use after the next was
+        asked for.
         """
         model = private_copy(self._model)
         eager = self.eager(FP32 if unlimited else lane, model)

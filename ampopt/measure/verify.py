@@ -59,7 +59,7 @@ ROUNDINGS = 6
 UNCERTAIN_S = 0.3
 """Longest time in seconds of a reference with which eager is run so often with all its results rounded anew.
 
-Such a run takes three to twenty times as long as eager. With a longer one there is one run, near the limit.
+Such a run takes 3 to 20 times as long as eager. With a longer reference there is one run, near the limit.
 """
 
 NEAR = 10.0
@@ -72,12 +72,12 @@ class Verifier(Original):
     The limit for each output is a small multiple of eager's own error in the same lane, and at most
     `Limits.largest`. A model with a discontinuity (the arg-max of a pooling window) can make a large jump
     because of rounding alone, which eager happens not to make. So if a program is over the limit on a draw,
-    eager itself runs on that draw with changed rounding of weights and inputs, and of sums whose terms
-    cancel, and the change of its outputs counts as eager's own error. A lane in which eager overflows, or is
-    too inexact on most draws, has another yardstick, see `yardstick`. Outside of the examples' range all that
-    it computes is rounded anew, too: it may amplify there how sums are rounded, of which each engine has
-    orders of its own. A model with a state is called several times in succession from its initial state, and
-    every output and state of every call counts.
+    eager itself runs on that draw with changed rounding of weights and inputs, and with sums changed as
+    another order of their terms may, and the change of its outputs counts as eager's own error. A lane in
+    which eager overflows, or is too inexact on most draws, has another yardstick, see `yardstick`. Outside of
+    the examples' range all that it computes is rounded anew, too: it may amplify rounding there. A model with
+    a state is called several times in succession from its initial state, and every output and state of every
+    call counts.
     """
 
     def __init__(
