@@ -36,7 +36,11 @@ _VIEWS_AND_CASTS = {
     aten.to.device,
     aten.type_as.default,
     aten._to_copy.default,
+    aten.clone.default,
+    aten.copy.default,
 }
+
+_COPIES = {aten._to_copy.default, aten.clone.default, aten.copy.default}
 
 
 def _is_noop(node: fx.Node, source: fx.Node) -> bool:
@@ -46,6 +50,8 @@ def _is_noop(node: fx.Node, source: fx.Node) -> bool:
         return True
     if node.target not in _VIEWS_AND_CASTS or _copies_for_the_caller(node, source):
         return False
+    if node.target is aten.clone.default and node.kwargs.get("memory_format") is not None:
+        return False  # it may stand before what reads memory, of which another pass may change the layout
     return _kind(node) == _kind(source)
 
 
@@ -68,18 +74,19 @@ def _copies_for_the_caller(node: fx.Node, source: fx.Node) -> bool:
 def _is_copy(node: fx.Node) -> bool:
     if node.target not in _VIEWS_AND_CASTS:
         return False
-    return node.target is aten._to_copy.default or bool(arguments(node).get("copy"))
+    return node.target in _COPIES or bool(arguments(node).get("copy"))
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoveInferenceNoops(Pass):
     """Remove operators without effect in inference, and dead code: `noop(x)` -> `x`.
 
-    Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes
-    and casts whose result has the shape, the dtype, the strides and the device of their input.
+    Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes,
+    copies and casts whose result has the shape, the dtype, the strides and the device of their input.
     Requires: nothing.
     Declines: copies which keep the caller's tensors separate: a result, or what it is a view of, from an
-    input, a weight or another result; operators that are not proven no-ops are not examined.
+    input, a weight or another result; copies that ask for a memory format; operators that are not proven
+    no-ops are not examined.
     Correct because: dropout is defined as the identity outside training. A view that keeps shape and
     strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
     and a cast to the dtype and device that are there already keeps every bit. The graph is functional, so it
@@ -98,7 +105,7 @@ class RemoveInferenceNoops(Pass):
         module = record_shapes(program)
         before, rewrites = len(module.graph.nodes), 0
         for node in calls(module):
-            source = node.args[0] if node.args else None
+            source = node.args[node.target is aten.copy.default] if node.args else None
             if not isinstance(source, fx.Node) or not _has_single_tensors(source, node):
                 continue
             if _is_noop(node, source):

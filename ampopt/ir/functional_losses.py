@@ -38,6 +38,19 @@ def drop_idle_dropouts(exported: ExportedProgram) -> None:
             node.replace_all_uses_with(arguments(node)["input"], lambda user: user.op != "output")
 
 
+def write_diagonals(exported: ExportedProgram) -> None:
+    """Fill the diagonal of a matrix as a view of it, which PyTorch otherwise makes a read of memory."""
+    for node in exported.graph.find_nodes(op="call_function", target=aten.fill_diagonal_.default):
+        own, matrix = arguments(node), node.args[0].meta["val"]
+        if matrix.dim() != 2 or (own["wrap"] and matrix.shape[0] > matrix.shape[1]):
+            continue
+        with exported.graph.inserting_before(node):
+            diagonal = exported.graph.call_function(aten.diagonal.default, (own["self"],))
+            filled = exported.graph.call_function(aten.fill_.Scalar, (diagonal, own["fill_value"]))
+        diagonal.meta["val"] = filled.meta["val"] = matrix.diagonal()
+        replace(node, own["self"])
+
+
 _CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout)
 
 

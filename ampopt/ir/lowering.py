@@ -22,7 +22,12 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 
 from ampopt.errors import CaptureError, first_line
 from ampopt.ir.aliasing import is_returned, overlapping_write, sharing, write_between_gaps
-from ampopt.ir.functional_losses import drop_idle_dropouts, drop_idle_writes, keep_casts
+from ampopt.ir.functional_losses import (
+    drop_idle_dropouts,
+    drop_idle_writes,
+    keep_casts,
+    write_diagonals,
+)
 from ampopt.ir.graph import (
     arguments,
     aten,
@@ -36,6 +41,7 @@ from ampopt.ir.graph import (
     replace,
     where,
 )
+from ampopt.ir.masked_updates import write_out_masked_updates
 from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_dtypes import widen_own
@@ -314,6 +320,7 @@ def lower(exported: ExportedProgram, states: Sequence[str] = ()) -> fx.GraphModu
 
 def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
     note_exported(exported.graph_module)
+    write_out_masked_updates(exported)
     module = _lift_weights(exported, states)
     drop_idle_writes(module)
     if not _rename_in_place(module):
@@ -324,6 +331,7 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
         if (node := write_between_gaps(module.graph.nodes)) is not None:
             raise CaptureError(f"the model writes in place to a part of a tensor by unfold: {where(node)}")
         drop_idle_dropouts(exported)
+        write_diagonals(exported)
         keep_casts(exported)
         exported = exported.run_decompositions({})
         _check_writes(exported)

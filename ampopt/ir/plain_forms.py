@@ -1,11 +1,13 @@
 """Forms for ONNX of what torch.onnx writes as it stands, although ONNX's operator is narrower than PyTorch's.
 
-A copy is not broadcast there, two tensors of booleans have no sum, integers no ReLU, bytes no negative and no
-square, a power no boolean exponent, and a shift by a tensor no form by its operator's name. ONNX Runtime's
-Tanh may be above 1 by a rounding, of which an arc sine, or the root of 1 - tanh(x)², is NaN.
+A copy is not broadcast there, nothing chooses between booleans, two tensors of them have no sum, integers no
+ReLU, bytes no negative and no square, a power no boolean exponent, and a shift by a tensor no form by its
+operator's name. ONNX Runtime's Tanh may be above 1 by a rounding, of which an arc sine, or the root of 1 -
+tanh(x)², is NaN.
 
-Correct because: a copy is the source wherever that is chosen; a sum of booleans is true where one of them is;
-of integers ReLU is the larger of 0 and the number; bytes wrap in either way of writing; no tanh is above 1.
+Correct because: a copy is the source wherever that is chosen; a choice of booleans is true where the chosen
+one is, and one of 8 or 16 bits is the same in 32; a sum of booleans is true where one of them is; of integers
+ReLU is the larger of 0 and the number; bytes wrap in either way of writing; no tanh is above 1.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ _NOT_ABOVE_ONE = {
 
 MOST_FACTORS = 4
 
+_NOT_CHOSEN = (torch.bool, torch.int8, torch.int16)
+"""Dtypes of which ONNX Runtime's Where is not."""
+
 
 def _copy(call: Call, node: fx.Node) -> Any:
     values, dtype = arguments(node), dtype_of(node)
@@ -38,6 +43,24 @@ def _copy(call: Call, node: fx.Node) -> Any:
         return source
     always = call(aten.ones_like.default, given, dtype=torch.bool)
     return call(aten.where.self, always, source, values["self"])
+
+
+def _choice(call: Call, node: fx.Node) -> Any:
+    if dtype_of(node) not in _NOT_CHOSEN:
+        return None
+    return chosen(call, dtype_of(node), *(arguments(node)[name] for name in ("condition", "self", "other")))
+
+
+def chosen(call: Call, dtype: torch.dtype, condition: Any, one: Any, other: Any) -> Any:
+    """Numbers of one of two tensors of a dtype, as a condition says."""
+    if dtype is torch.bool:
+        is_first = call(aten.logical_and.default, condition, one)
+        is_second = call(aten.logical_and.default, call(aten.logical_not.default, condition), other)
+        return call(aten.logical_or.default, is_first, is_second)
+    if dtype not in _NOT_CHOSEN:
+        return call(aten.where.self, condition, one, other)
+    wide = [call(aten._to_copy.default, part, dtype=torch.int32) for part in (one, other)]
+    return call(aten._to_copy.default, call(aten.where.self, condition, *wide), dtype=dtype)
 
 
 def _sum(call: Call, node: fx.Node) -> Any:
@@ -91,6 +114,7 @@ def _bounded_tanh(call: Call, node: fx.Node) -> Any:
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.copy.default: _copy,
+    aten.where.self: _choice,
     aten.add.Tensor: _sum,
     aten.relu.default: _relu,
     aten.neg.default: _negative,

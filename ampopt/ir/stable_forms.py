@@ -2,11 +2,10 @@
 
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
-operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
-one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` and
-`similarity_forms` are for signs of zero and infinities, `spread_forms` for squares beyond float32, and
-`reduction_forms`, `recurrent_forms`, `attention_forms`, `loss_forms` and `matrix_forms` for what torch.onnx
-does not write.
+operators: each is written with other operators that ONNX has and that neither overflow nor cancel.
+`deciding_forms` are exact, `mean_forms` are for long sums, `border_forms` and `similarity_forms` are for
+signs of zero and infinities, `spread_forms` for squares beyond float32, and `reduction_forms`,
+`recurrent_forms`, `attention_forms`, `loss_forms` and `matrix_forms` for what torch.onnx does not write.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -19,7 +18,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
@@ -29,7 +27,9 @@ from ampopt.ir import (
     deciding_forms,
     loss_forms,
     matrix_forms,
+    mean_forms,
     order_forms,
+    part_forms,
     plain_forms,
     pooling_forms,
     recurrent_forms,
@@ -52,9 +52,6 @@ from ampopt.ir.graph import (
     shape_of,
 )
 from ampopt.ir.reduction_forms import added
-
-MOST_AT_ONCE = 256
-"""Pixels whose sum is taken at once: the error of a sum of equal numbers is then at most 2e-5."""
 
 SERIES = 0.03
 """Limit of the argument up to which log1p uses its series; both forms are within about 2e-6 of it there."""
@@ -234,113 +231,6 @@ def _bounded(call: Call, node: fx.Node) -> Any:
     return call(aten.clamp.default, source, *numbers)
 
 
-def _mean_of_pixels(call: Call, node: fx.Node) -> Any:
-    """The mean that a pooling to one pixel is.
-
-    Of an image in channels_last PyTorch's own result is a view of its storage, which ONNX's form gathers
-    number by number.
-    """
-    values = arguments(node)
-    is_one = list(values["output_size"]) == [1, 1]
-    return _mean(call, values["self"], True) if is_one else None
-
-
-def _in_asked_dtype(call: Call, node: fx.Node) -> Any:
-    """Of what is cast to the dtype that is asked for: torch.onnx averages integers without fractions."""
-    values, positional = arguments(node), ("self", "dim", "keepdim")
-    source, dtype = values["self"], values["dtype"]
-    if dtype in (None, dtype_of(source)):
-        return None
-    cast = call(aten._to_copy.default, source, dtype=dtype)
-    return call(node.target, cast, *(values[name] for name in positional[1:] if name in values))
-
-
-def _mean_of_many(call: Call, node: fx.Node) -> Any:
-    """The mean of the means of rows, where a mean is of many pixels."""
-    if (cast := _in_asked_dtype(call, node)) is not None:
-        return cast
-    values = arguments(node)
-    source, rank = values["self"], len(shape_of(node.args[0]))  # type: ignore[arg-type]
-    dims = sorted(dim % rank for dim in values["dim"] or ())
-    is_of_pixels = rank == 4 and dims == [2, 3] and values["dtype"] is None
-    return _mean(call, source, values["keepdim"]) if is_of_pixels and _is_large(source) else None
-
-
-def _mean(call: Call, source: fx.Node, keepdim: bool) -> Any:
-    if not _is_large(source):
-        return call(aten.mean.dim, source, [-2, -1], keepdim)
-    rows = call(aten.mean.dim, source, [-1], True)
-    return call(aten.mean.dim, rows, [-2, -1], keepdim)
-
-
-def _is_large(source: fx.Node) -> bool:
-    """Whether ONNX Runtime's sum of a channel, one number after another, would lose too much.
-
-    Where all numbers are equal, every rounding is in the same direction: with 12,544 of them the error is up
-    to 7e-4. A sum of rows has that of a row and of a column.
-    """
-    *_, height, width = shape_of(source)
-    return height * width > MOST_AT_ONCE
-
-
-def _group_norm(call: Call, node: fx.Node) -> Any:
-    """The norm of each group of channels by means of rows, where a group has many numbers; see `_normed`."""
-    values = arguments(node)
-    groups, channels = values["num_groups"], shape_of(values["input"])[1]
-    if not _is_long_norm(node, channels // groups):
-        return None
-    return _normed(call, values, [groups, channels // groups])
-
-
-def _instance_norm(call: Call, node: fx.Node) -> Any:
-    """`_group_norm`, with each channel for a group."""
-    values = arguments(node)
-    if not values["use_input_stats"] or not _is_long_norm(node, 1):
-        return None
-    return _normed(call, values, [shape_of(values["input"])[1], 1])
-
-
-def _is_long_norm(node: fx.Node, each: int) -> bool:
-    """Whether a norm in float32 is of more numbers than one sum may have; `each`: channels of a group."""
-    pixels = math.prod(shape_of(arguments(node)["input"])[2:])
-    return dtype_of(node) is torch.float32 and each * pixels > MOST_AT_ONCE
-
-
-def _normed(call: Call, values: Mapping[str, Any], groups: Sequence[int]) -> Any:
-    """The norm of a tensor whose channels are `groups`, how many and of how many channels.
-
-    It divides what rounding has made of the mean of nearly equal numbers by their deviation: of an image of 0
-    EfficientNet-B0 with group norm had an error of 9e-5 in ONNX Runtime, and has 2e-6 so.
-    """
-    source = values["input"]
-    pixels = shape_of(source)[2:]
-    dims = range(2, 3 + len(pixels))
-    apart = call(aten.unflatten.int, source, 1, groups)
-    centred = call(aten.sub.Tensor, apart, _mean_by_rows(call, apart, dims))
-    rest = _mean_by_rows(call, centred, dims)  # of the mean, by rounding
-    squares = _mean_by_rows(call, call(aten.mul.Tensor, centred, centred), dims)
-    variance = call(aten.sub.Tensor, squares, call(aten.mul.Tensor, rest, rest))
-    factor = call(aten.rsqrt.default, call(aten.add.Scalar, variance, values["eps"]))
-    weight, bias = (
-        None if own is None else call(aten.view.default, own, [1, *groups, *[1] * len(pixels)])
-        for own in (values["weight"], values["bias"])
-    )
-    if weight is not None:
-        factor = call(aten.mul.Tensor, factor, weight)
-    offset = call(aten.neg.default, call(aten.mul.Tensor, rest, factor))
-    if bias is not None:
-        offset = call(aten.add.Tensor, offset, bias)
-    result = call(aten.add.Tensor, call(aten.mul.Tensor, centred, factor), offset)
-    return call(aten.flatten.using_ints, result, 1, 2)
-
-
-def _mean_by_rows(call: Call, source: Any, dims: Sequence[int]) -> Any:
-    """The mean over these dimensions, of the means over the last one; with all dimensions."""
-    *others, last = dims
-    rows = call(aten.mean.dim, source, [last], True)
-    return call(aten.mean.dim, rows, others, True) if others else rows
-
-
 def _plain_log(call: Call, x: Any) -> Any:
     return call(aten.log.default, x)
 
@@ -355,6 +245,7 @@ _OVERLOADS_OF_XLOG1PY = (
 
 FORMS: Forms = {
     **deciding_forms.FORMS,
+    **mean_forms.FORMS,
     **border_forms.FORMS,
     **resize_forms.FORMS,
     **pooling_forms.FORMS,
@@ -365,6 +256,7 @@ FORMS: Forms = {
     **similarity_forms.FORMS,
     **matrix_forms.FORMS,
     **order_forms.FORMS,
+    **part_forms.FORMS,
     **plain_forms.FORMS,
     **spread_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
@@ -386,12 +278,5 @@ FORMS: Forms = {
     aten.clamp_max.default: _bounded,
     aten.clamp.default: _bounded,
     aten.logit.default: _keeping_nan,
-    aten.adaptive_avg_pool2d.default: _mean_of_pixels,
-    aten.mean.dim: _mean_of_many,
-    aten.mean.default: _in_asked_dtype,
-    aten.softmax.int: _in_asked_dtype,
-    aten.log_softmax.int: _in_asked_dtype,
-    aten.group_norm.default: _group_norm,
-    aten.instance_norm.default: _instance_norm,
 }
 """For each operator, a function of (call, node) that makes its stable form; None: no change needed."""

@@ -16,6 +16,7 @@ from ampopt.ir import (
     loss_forms,
     matrix_forms,
     order_forms,
+    part_forms,
     plain_forms,
     pooling_forms,
     recurrent_forms,
@@ -183,7 +184,7 @@ def test_every_form_is_used_by_one_of_these() -> None:
     other = deciding_forms.FORMS.keys() | resize_forms.FORMS.keys() | pooling_forms.FORMS.keys()
     other |= reduction_forms.FORMS.keys() | loss_forms.FORMS.keys() | spread_forms.FORMS.keys()
     other |= similarity_forms.FORMS.keys() | recurrent_forms.FORMS.keys() | matrix_forms.FORMS.keys()
-    other |= order_forms.FORMS.keys() | plain_forms.FORMS.keys()
+    other |= order_forms.FORMS.keys() | plain_forms.FORMS.keys() | part_forms.FORMS.keys()
     other |= {aten.mean.default, aten.softmax.int, aten.log_softmax.int}  # of integers, see `integer_forms`
     assert {node.target for node in calls(graph, FORMS)} - other == FORMS.keys() - other
 

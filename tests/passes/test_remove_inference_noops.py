@@ -71,6 +71,8 @@ def test_a_dropout_that_is_switched_on_stays() -> None:
         pytest.param(lambda x: x[:, :, 0:4], id="slice of full length"),
         pytest.param(lambda x: x[:, :, :100], id="slice beyond the end"),
         pytest.param(lambda x: x.to("cpu"), id="to the same device"),
+        pytest.param(lambda x: x.clone(), id="clone"),
+        pytest.param(lambda x: torch.empty_like(x).copy_(x), id="copy"),
     ],
 )
 def test_a_noop_is_removed(noop: Function) -> None:
@@ -93,7 +95,7 @@ def _without_noops(model: nn.Module, x: Tensor) -> list[object]:
     [
         pytest.param(lambda x: x.permute(0, 1, 3, 2), id="permute of equal sizes"),
         pytest.param(lambda x: x.transpose(-1, -2), id="transpose of equal sizes"),
-        pytest.param(lambda x: x.clone(), id="clone"),
+        pytest.param(lambda x: x.mT.clone(memory_format=torch.contiguous_format), id="clone in a format"),
         pytest.param(lambda x: x.to(torch.float64), id="cast to another dtype"),
         pytest.param(lambda x: x.half().float(), id="casts that round"),
         pytest.param(lambda x: x[:, :, 1:], id="shorter slice"),

@@ -1,0 +1,71 @@
+"""What a mask selects, and writes into a diagonal, in ONNX Runtime: PyTorch's values for all offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampopt.ir.graph import calls
+from ampopt.ir.part_forms import FORMS
+from tests.helpers import Model, program_of
+from tests.support.exporting import export, run
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+X = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+MATRIX = X[0, 0]
+
+
+def _diagonals(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Diagonals of several pairs of dimensions, with what is not the same for all elements."""
+    found = []
+    for first, second, offsets in ((-2, -1, (-5, -4, 0, 2, 3, 6)), (3, 1, (-5, 1)), (0, 2, (0, 4))):
+        for offset in offsets:
+            y = x + 1
+            torch.diagonal(y, offset, first, second).mul_(3).add_(x.mean())
+            found.append(y)
+    return tuple(found)
+
+
+def _filled(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    found = [x + 1, (x + 1).T.contiguous(), x[:, :5] * 2, (x > 0).clone(), (x * 9).int()]
+    for y in found:
+        torch.diagonal(y).fill_(0)
+    y, tall = x * 2, (x.T * 2).contiguous()
+    return *found, y.fill_diagonal_(-1.0), tall.fill_diagonal_(3), y
+
+
+def _means(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Where nothing is selected they are NaN."""
+    mask = x > 1.0
+    of_rows = x[mask[..., 0]]
+    return x[mask].mean(), (x[mask] * 2).exp().mean(), of_rows.mean(0), of_rows.mean((0, 1), keepdim=True)
+
+
+def _selected(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    of_rows = x.masked_select(x[:, :, :1] > 0)
+    of_one_image = x[0].masked_select(x > 0.5)
+    return of_rows, of_one_image, x.masked_select(x > 0).mean(), (x * 9).int().masked_select(x > 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "x"), [(_diagonals, X), (_filled, MATRIX), (_selected, X), (_means, X[0])]
+)
+def test_a_file_gives_what_the_model_gives(function: Callable[..., Any], x: Tensor, tmp_path: Path) -> None:
+    model = Model(function)
+    export(model, tmp_path / "m.onnx", x)
+    for given in (x, -2 * x, torch.zeros_like(x)):
+        expected = model(given.clone())
+        for place, (a, b) in enumerate(zip(expected, run(tmp_path / "m.onnx", given), strict=True)):
+            torch.testing.assert_close(torch.from_numpy(b), a, equal_nan=True, msg=f"result {place}")
+
+
+def test_every_form_is_used_by_one_of_these() -> None:
+    graphs = [program_of(Model(f), x).graph for f, x in ((_diagonals, X), (_selected, X))]
+    assert {node.target for graph in graphs for node in calls(graph, FORMS)} == FORMS.keys()
