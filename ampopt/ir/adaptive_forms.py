@@ -8,6 +8,8 @@ Correct because: these are PyTorch's windows, in integers below 2**24, of which 
 window of an image is some columns of some rows, so that its mean is that of the means of as many pixels each,
 and its maximum the largest of maxima. What is left out is 0 in a sum, and no larger than any in a maximum.
 
+For images of one size torch.onnx has windows of one size alone.
+
 One window of all pixels is a reduction. torch.onnx has one for means; that of maxima is written here, as
 PyTorch 2.11 exports windows of the example's size for it.
 """
@@ -22,7 +24,7 @@ from torch import Tensor, fx
 
 from ampopt.errors import ExportError
 from ampopt.ir.deciding_forms import Call
-from ampopt.ir.graph import arguments, aten, reads_result, replace_result, where
+from ampopt.ir.graph import arguments, aten, reads_result, replace_result, shape_of, where
 
 _OF_MEANS = (
     *(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
@@ -93,6 +95,12 @@ def _maxima(call: Call, node: fx.Node) -> None:
     of_all = _is_of_all(values)
     if reads_result(node, 1) and not of_all:
         raise ExportError(f"ONNX has no pooling to a size that tells places, and sizes vary: {where(node)}")
+    _give_maxima(call, node)
+
+
+def _give_maxima(call: Call, node: fx.Node) -> None:
+    values = arguments(node)
+    of_all = _is_of_all(values)
     for reader in list(node.users):
         form = maxima_of_windows
         if of_all:
@@ -104,6 +112,45 @@ def _is_of_all(values: Mapping[str, Any]) -> bool:
     """Whether there is one window."""
     return all(count == 1 for count in values["output_size"])
 
+
+def _in_tiles(call: Call, node: fx.Node) -> Any:
+    """Windows of one size, where the result's size divides the image's: PyTorch 2.10 does not write it so."""
+    from torch._decomp import decomposition_table  # slow to import
+
+    values = arguments(node)
+    sizes, wanted = shape_of(values["self"])[-2:], values["output_size"]
+    if node.target in decomposition_table:
+        return None
+    tile = [size // each for size, each in zip(sizes, wanted, strict=True)]
+    return call(aten.max_pool2d_with_indices.default, values["self"], tile)
+
+
+def _maxima_of_one_size(call: Call, node: fx.Node) -> Any:
+    """Windows that differ by a pixel, which torch.onnx has not, and tiles."""
+    values = arguments(node)
+    if not all(values["output_size"]):
+        return None
+    if not _differ(values):
+        return _in_tiles(call, node) if node.target is aten.adaptive_max_pool2d.default else None
+    return None if reads_result(node, 1) else _give_maxima(call, node)
+
+
+def _means_of_one_size(call: Call, node: fx.Node) -> Any:
+    return _means(call, node) if _differ(values := arguments(node)) and all(values["output_size"]) else None
+
+
+def _differ(values: Mapping[str, Any]) -> bool:
+    """Whether the windows are not all of one size."""
+    counts = values["output_size"]
+    sizes = shape_of(values["self"])[-len(counts) :]
+    return any(size % count for size, count in zip(sizes, counts, strict=True) if count)
+
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    **dict.fromkeys(_OF_MAXIMA, _maxima_of_one_size),
+    aten.adaptive_avg_pool3d.default: _means_of_one_size,
+}
+"""The forms for images of one size."""
 
 TO_SIZES: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     **dict.fromkeys(_OF_MEANS, _means),

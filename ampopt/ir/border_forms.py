@@ -75,6 +75,32 @@ def _signbit(call: Call, node: fx.Node) -> Any:
     return _sign(call, source) if dtype_of(source).is_floating_point else None
 
 
+def _with_sign(call: Call, node: fx.Node) -> Any:
+    """The size of the first with the sign of the second, also of -0, which ONNX Runtime's Where loses."""
+    size: Any = node.args[0]
+    other: Any = node.args[1]
+    if not dtype_of(node).is_floating_point or dtype_of(size) is not dtype_of(node):
+        return None
+    absolute = call(aten.abs.default, size)
+    if not isinstance(other, fx.Node):
+        return call(aten.neg.default, absolute) if math.copysign(1.0, other) < 0 else absolute
+    if not dtype_of(other).is_floating_point:
+        return None
+    ones = call(aten.ones_like.default, call(aten.add.Tensor, absolute, other), dtype=dtype_of(node))
+    sign = call(aten.masked_fill.Scalar, ones, _sign(call, other), -1.0)
+    return call(aten.mul.Tensor, absolute, sign)
+
+
+def _without_nan(call: Call, node: fx.Node) -> Any:
+    """The other number, where one is NaN."""
+    one, other = node.args[:2]
+    if not dtype_of(node).is_floating_point or dtype_of(one) is not dtype_of(other):  # type: ignore[arg-type]
+        return None
+    larger = aten.maximum.default if node.target is aten.fmax.default else aten.minimum.default
+    found = call(aten.where.self, call(aten.isnan.default, other), one, call(larger, one, other))
+    return call(aten.where.self, call(aten.isnan.default, one), other, found)
+
+
 def _heaviside(call: Call, node: fx.Node) -> Any:
     """1 above 0, the value at 0, and else 0, also of NaN."""
     source, at_zero = node.args[:2]
@@ -110,6 +136,10 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.angle.default: _angle,
     aten.signbit.default: _signbit,
     aten.heaviside.default: _heaviside,
+    aten.copysign.Tensor: _with_sign,
+    aten.copysign.Scalar: _with_sign,
+    aten.fmax.default: _without_nan,
+    aten.fmin.default: _without_nan,
     aten.grid_sampler.default: _sampled,
 }
 """For each operator, a function of (call, node) that makes its form; None: no change needed."""

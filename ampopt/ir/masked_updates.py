@@ -1,11 +1,12 @@
 """Updates of what a mask selects, `y[mask] *= 2`: computed everywhere, kept where the mask is true.
 
-How many elements a mask selects is known only when the model is called, and a graph of sizes that depend on
-values is none that PyTorch makes functional or a CUDA graph holds.
+How many elements a mask selects is known only when the model is called: a GPU waits for its host to know,
+and no CUDA graph or compiler holds what has a size that values decide.
 
 Correct because: what lies between the selection and the place it is put back to are operators that compute
 each element from the elements at its place and from numbers alone, so an element that the mask selects has
-the same value in both orders, bit for bit, and the others keep what they were. An operator that may raise
+the same value in both orders (but for the last bit where PyTorch computes a vector of numbers and the rest
+behind it in two ways), and the others keep what they were. An operator that may raise
 for elements that nobody selected, a division of integers, is left alone. The selection is a copy and becomes
 a copy, so that writes in place, before and after, mean what they meant.
 """
@@ -144,6 +145,16 @@ def _places(node: fx.Node) -> tuple[int, fx.Node] | None:
     return (before, indices[0]) if is_mask else None
 
 
+def has_same_shape(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are known to have one shape, without a condition on sizes that vary."""
+    if all(isinstance(size, int) for size in (*one.shape, *other.shape)):
+        return one.shape == other.shape
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes a second to load
+
+    pairs = zip(one.shape, other.shape, strict=False)
+    return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in pairs)
+
+
 def _is_by_mask(put: fx.Node) -> bool:
     own = arguments(put)
     values = own["values"]
@@ -155,8 +166,8 @@ def _same_places(one: fx.Node, other: fx.Node) -> bool:
     mine, its = _places(one), _places(other)
     if mine is None or its is None or mine[0] != its[0] or not _is_same(mine[1], its[1]):
         return False
-    shapes = [_value(arguments(node)["self"]).shape for node in (one, other)]
-    return shapes[0] == shapes[1] and all(isinstance(size, int) for size in shapes[0])
+    sources = [arguments(node)["self"] for node in (one, other)]
+    return not any(map(_depends_on_values, sources)) and has_same_shape(*map(_value, sources))
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -195,7 +206,11 @@ def _is_by_element(node: fx.Node, behind: int) -> bool:
     if not all(map(_depends_on_values, written_by(node))):
         return False
     rest = [_value(source) for source in node.all_input_nodes if not _depends_on_values(source)]
-    return all(isinstance(v, Tensor) and (v.numel() == 1 or v.dim() <= behind) for v in rest)
+    return all(isinstance(v, Tensor) and (_is_one(v) or v.dim() <= behind) for v in rest)
+
+
+def _is_one(value: Tensor) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _only_checks(node: fx.Node, checks: set[fx.Node]) -> bool:
@@ -231,10 +246,8 @@ def _stays(found: set[fx.Node], order: dict[fx.Node, int]) -> bool:
 def _mask(module: fx.GraphModule, put: fx.Node) -> fx.Node:
     """The mask of a call with as many dimensions as the tensor that it writes to."""
     before, mask = _places(put)  # type: ignore[misc]
-    rank = _value(arguments(put)["self"]).dim()
-    shape = [*[1] * before, *_value(mask).shape]
-    if len(shape) == 0 or len(shape) < rank or before:
-        mask = insert_call(module, put, aten.reshape.default, mask, shape + [1] * (rank - len(shape)))
+    for dim in [0] * before + [-1] * _behind(put):
+        mask = insert_call(module, put, aten.unsqueeze.default, mask, dim)
         _note_value(mask)
     return mask
 
@@ -246,7 +259,11 @@ def _value(node: Any) -> Any:
 def _depends_on_values(node: Any) -> bool:
     """Whether a tensor has a size that the inputs' values decide."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
+    if not isinstance(value, Tensor) or all(isinstance(size, int) for size in value.shape):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # it takes a second to load
+
+    return bool(free_unbacked_symbols(value.shape))
 
 
 def _note_value(node: fx.Node) -> None:

@@ -1,15 +1,16 @@
-"""Inverses, solutions and determinants of small matrices for ONNX, which has no operator for the first two.
+"""Inverses, solutions, factors and determinants of small matrices for ONNX, which has only the last.
 
 Cameras' intrinsics, poses and homographies are such matrices.
 
 Correct because: Gauss and Jordan's elimination makes the identity of A in [A | B], with steps that leave the
 solution of A X = B as it is, so that X takes the place of B; each step exchanges two rows for the largest
 pivot of a column, as LAPACK does, and the determinant is the product of the pivots, with a change of sign for
-each exchange. In float64 its rounding is below that of LAPACK in float32, but OpenVINO computes in float32.
-NaN anywhere in a matrix makes all of its numbers NaN, and so does a pivot of 0, for which PyTorch raises an
-error; infinity may do so, too, where PyTorch's inverse has a 0 in its place. At a singular matrix rounding
-may leave another pivot, here as in PyTorch, and large numbers come of it. So engines that answer in the
-original's place do not run what raises errors.
+each exchange. Cholesky's factor is the outer product that is taken away, column by column; of a matrix that
+is not positive definite it has NaN, where PyTorch raises an error. In float64 its rounding is below that of
+LAPACK in float32, but OpenVINO computes in float32. NaN anywhere in a matrix makes all of its numbers NaN,
+and so does a pivot of 0, for which PyTorch raises an error; infinity may do so, too, where PyTorch's inverse
+has a 0 in its place. At a singular matrix rounding may leave another pivot, here as in PyTorch, and large
+numbers come of it. So engines that answer in the original's place do not run what raises errors.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ import torch
 from torch import fx
 
 from ampopt.ir.deciding_forms import Call
-from ampopt.ir.graph import arguments, aten, calls, dtype_of, shape_of, where
+from ampopt.ir.graph import arguments, aten, calls, dtype_of, replace_result, shape_of, where
 
 LARGEST = 8
 """The most rows of a matrix: each takes twenty operators."""
 
 _REAL = (torch.float32, torch.float64)
 
-_RAISING = (aten.linalg_inv.default, aten.inverse.default, aten.linalg_solve.default)
+_RAISING = (
+    *(aten.linalg_inv.default, aten.inverse.default, aten.linalg_solve.default),
+    aten.linalg_cholesky.default,
+)
 
 
 def in_float64(module: fx.GraphModule) -> fx.Node | None:
@@ -40,7 +44,9 @@ def why_not_answered(module: fx.GraphModule) -> str | None:
     """Why what runs a graph by ONNX may answer a call in which PyTorch raises an error; None: it does not."""
     node = next(calls(module, _RAISING), None)
     return (
-        None if node is None else f"{where(node)} raises an error for a singular matrix, which ONNX does not"
+        None
+        if node is None
+        else f"{where(node)} raises an error for some matrices, such as of 0, which ONNX does not"
     )
 
 
@@ -72,6 +78,60 @@ def _determinant(call: Call, node: fx.Node) -> Any:
         return None
     wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
     return _narrow(call, _eliminated(call, wide, None, size)[1], node)
+
+
+def _logarithm(call: Call, node: fx.Node) -> None:
+    """The determinant's sign, and the logarithm of its size."""
+    matrix = _matrix_of(node)
+    if (size := _size(matrix)) is None:
+        return
+    wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
+    found = _eliminated(call, wide, None, size)[1]
+    for reader in list(node.users):
+        part = call(aten.sign.default, found)
+        if reader.args[1] == 1:
+            part = call(aten.log.default, call(aten.abs.default, found))
+        replace_result(reader, _narrow(call, part, reader))
+
+
+def _logarithm_of_determinant(call: Call, node: fx.Node) -> Any:
+    matrix = _matrix_of(node)
+    if (size := _size(matrix)) is None:
+        return None
+    wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
+    return _narrow(call, call(aten.log.default, _eliminated(call, wide, None, size)[1]), node)
+
+
+def _lower_factor(call: Call, node: fx.Node) -> Any:
+    """Cholesky's factor, one column after another."""
+    matrix = _matrix_of(node)
+    if (size := _size(matrix)) is None or arguments(node)["upper"]:
+        return None
+    rest, columns = call(aten._to_copy.default, matrix, dtype=torch.float64), []
+    places = call(aten.arange.default, size)
+    for step in range(size):
+        column = call(aten.select.int, rest, -1, step)
+        root = call(aten.sqrt.default, call(aten.slice.Tensor, column, -1, step, step + 1))
+        column = call(aten.masked_fill.Scalar, column, call(aten.lt.Scalar, places, step), 0.0)
+        columns.append(column := call(aten.div.Tensor, column, root))
+        sides = (call(aten.unsqueeze.default, column, dim) for dim in (-1, -2))
+        rest = call(aten.sub.Tensor, rest, call(aten.mul.Tensor, *sides))
+    return _narrow(call, call(aten.stack.default, columns, -1), node)
+
+
+def _triangular_solution(call: Call, node: fx.Node) -> Any:
+    """With zeros for what PyTorch does not read; None where a matrix is repeated along a batch."""
+    values = arguments(node)
+    matrix, sides = values["self"], values["B"]
+    same = shape_of(sides)[:-1] == shape_of(matrix)[:-1] and len(shape_of(sides)) == len(shape_of(matrix))
+    if (size := _size(matrix)) is None or not values["left"] or not same:
+        return None
+    wide, right = (call(aten._to_copy.default, each, dtype=torch.float64) for each in (matrix, sides))
+    half = call(aten.triu.default if values["upper"] else aten.tril.default, wide)
+    if values["unitriangular"]:
+        identity = call(aten.eye.default, size, dtype=torch.float64)
+        half = call(aten.where.self, call(aten.ne.Scalar, identity, 0), identity, half)
+    return _narrow(call, _eliminated(call, half, right, size)[0], node)
 
 
 def _matrix_of(node: fx.Node) -> fx.Node:
@@ -126,6 +186,11 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.linalg_inv.default: _inverse,
     aten.inverse.default: _inverse,
     aten.linalg_solve.default: _solution,
+    aten.linalg_solve_triangular.default: _triangular_solution,
+    aten.linalg_cholesky.default: _lower_factor,
+    aten.linalg_slogdet.default: _logarithm,
+    aten.slogdet.default: _logarithm,
+    aten.logdet.default: _logarithm_of_determinant,
     aten.linalg_det.default: _determinant,
     aten.det.default: _determinant,
 }

@@ -1,8 +1,9 @@
-"""Forms for ONNX of what stands at a place in order: a stable sort, the k-th smallest number, a median.
+"""Forms for ONNX of what stands at a place in order: a stable sort, the k-th smallest, a median, a search.
 
 torch.onnx knows `sort` and `topk` alone. A median of a few frames filters a robot's sensors.
 
-Correct because: ONNX's TopK, which it makes of both, puts the lower place first of equal values, so that it
+Correct because: in a row in order, a search's place is how many numbers do not come after the value, and NaN
+comes after all; ONNX's TopK, which it makes of both, puts the lower place first of equal values, so that it
 is stable in either direction, and bytes are in the order of the booleans that they are made of; the last of
 the k smallest is the k-th, where infinity stands for NaN, which is the largest to PyTorch, and a place of its
 own is found for either; its median is the lower of two middle numbers, or NaN at the first place of one. The
@@ -21,6 +22,9 @@ from torch import fx
 
 from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import arguments, aten, dtype_of, replace_result, shape_of
+
+LONGEST_ROW = 1024
+"""The longest row in which places are counted, which compares each value with all of it."""
 
 
 def _stable(call: Call, node: fx.Node) -> Any:
@@ -110,11 +114,27 @@ def _give(call: Call, node: fx.Node, value: Any, place: Any) -> None:
         replace_result(reader, found if values["keepdim"] else call(aten.squeeze.dim, found, values["dim"]))
 
 
+def _place_in_order(call: Call, node: fx.Node) -> Any:
+    """How many numbers of a row are before a value; None where the row has another order, or is long."""
+    values = arguments(node)
+    row, value, rank = values["sorted_sequence"], values["self"], len(shape_of(values["self"]))
+    if values["sorter"] is not None or not shape_of(row) or shape_of(row)[-1] > LONGEST_ROW:
+        return None
+    is_right = values["side"] == "right" if values["side"] is not None else values["right"]
+    if len(shape_of(row)) > 1:
+        row = call(aten.unsqueeze.default, row, -2)
+    one = call(aten.unsqueeze.default, value, rank)
+    is_after = call(aten.gt.Tensor if is_right else aten.ge.Tensor, row, one)
+    is_before = call(aten._to_copy.default, call(aten.logical_not.default, is_after), dtype=torch.int64)
+    return call(aten._to_copy.default, call(aten.sum.dim_IntList, is_before, [-1]), dtype=dtype_of(node))
+
+
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.sort.stable: _stable,
     aten.argsort.stable: _stable,
     aten.kthvalue.default: _kth_value,
     aten.median.dim: _median,
     aten.median.default: _median_of_all,
+    aten.searchsorted.Tensor: _place_in_order,
 }
 """For each operator, a function of (call, node) that makes its form; None: no change needed."""

@@ -102,7 +102,9 @@ def _fills(node: fx.Node) -> bool:
     indices = [each.meta.get("val") for each in given["indices"] if isinstance(each, fx.Node)]
     value = given["values"].meta.get("val")
     is_mask = len(indices) == 1 and isinstance(indices[0], Tensor) and indices[0].dtype is torch.bool
-    return is_mask and isinstance(value, Tensor) and value.numel() == 1 and not given["accumulate"]
+    if not is_mask or not isinstance(value, Tensor) or given["accumulate"]:
+        return False
+    return all(isinstance(size, int) and size == 1 for size in value.shape)  # values may decide a size
 
 
 def _says_dtype(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Forms for ONNX of what reads or writes a part of a tensor: what a mask selects, and a diagonal.
+"""Forms for ONNX of what reads or writes a part of a tensor: what a mask or an index selects, a diagonal.
 
 torch.onnx has no operator for either; the first is an index by the mask. ONNX Runtime's mean of nothing is
 not PyTorch's, NaN.
@@ -11,6 +11,7 @@ row is the diagonal's offset.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,14 +25,72 @@ from ampopt.ir.plain_forms import chosen
 
 def _selected(call: Call, node: fx.Node) -> Any:
     values = arguments(node)
-    parts = [values["self"], values["mask"]]
-    shapes = [shape_of(part) for part in parts]
-    shape = list(torch.broadcast_shapes(*shapes))
-    source, mask = (
-        part if list(own) == shape else call(aten.expand.default, part, shape)
-        for part, own in zip(parts, shapes, strict=True)
-    )
+    source, mask = values["self"], values["mask"]
+    shape = torch.broadcast_shapes(shape_of(source), shape_of(mask))
+    if shape_of(mask) != shape:
+        everywhere = call(aten.ones_like.default, source, dtype=torch.bool)
+        mask = call(aten.logical_and.default, mask, everywhere)
+    if shape_of(source) != shape:
+        source = call(aten.expand_as.default, source, mask)
     return call(aten.index.Tensor, source, [mask])
+
+
+def _put_by_mask(call: Call, node: fx.Node) -> Any:
+    """What is the same at all places of a mask: torch.onnx knows no mask behind other dimensions."""
+    values = arguments(node)
+    indices, source, given = values["indices"], values["self"], values["values"]
+    before = len(indices) - 1
+    if values["accumulate"] or any(index is not None for index in indices[:before]):
+        return None
+    if not isinstance(mask := indices[before], fx.Node) or dtype_of(mask) is not torch.bool:
+        return None
+    behind = len(shape_of(source)) - before - len(shape_of(mask))
+    if math.prod(shape_of(given)) != 1 and len(shape_of(given)) > behind:
+        return None
+    shaped = _beside(call, mask, before, behind)
+    if len(shape_of(given)) > len(shape_of(source)):
+        given = call(aten.reshape.default, given, [])
+    return chosen(call, dtype_of(node), shaped, given, source)
+
+
+def _beside(call: Call, mask: Any, before: int, behind: int) -> Any:
+    """A mask with dimensions of size 1 before its own, and behind them."""
+    for dim in [0] * before + [-1] * behind:
+        mask = call(aten.unsqueeze.default, mask, dim)
+    return mask
+
+
+def _reduced_at(call: Call, node: fx.Node) -> Any:
+    """With the index of each element, repeated along the other dimensions."""
+    values = arguments(node)
+    source, dim, rank = values["source"], values["dim"], len(shape_of(values["source"]))
+    shape = [-1 if each == dim % rank else 1 for each in range(rank)]
+    index = call(aten.expand_as.default, call(aten.reshape.default, values["index"], shape), source)
+    reduced = values["self"], dim, index, source, values["reduce"]
+    if values["reduce"] != "mean":
+        return call(aten.scatter_reduce.two, *reduced, include_self=values["include_self"])
+    if not dtype_of(node).is_floating_point:
+        return None
+    start = values["self"] if values["include_self"] else call(aten.zeros_like.default, values["self"])
+    total = call(aten.scatter_add.default, start, dim, index, source)
+    count = call(aten.ones_like.default if values["include_self"] else aten.zeros_like.default, start)
+    count = call(aten.scatter_add.default, count, dim, index, call(aten.ones_like.default, source))
+    is_none = call(aten.eq.Scalar, count, 0)
+    return call(aten.where.self, is_none, values["self"], call(aten.div.Tensor, total, count))
+
+
+def _put(call: Call, node: fx.Node) -> Any:
+    """At places of the flattened tensor, from its end on where they are below 0."""
+    values = arguments(node)
+    source = values["self"]
+    flat, index, given = (
+        call(aten.reshape.default, each, [-1]) for each in (source, values["index"], values["source"])
+    )
+    count = call(aten.sum.default, call(aten.ones_like.default, flat, dtype=torch.int64))
+    from_end = call(aten.add.Tensor, index, count)
+    index = call(aten.where.self, call(aten.lt.Scalar, index, 0), from_end, index)
+    written = aten.scatter_add.default if values["accumulate"] else aten.scatter.src
+    return call(aten.view_as.default, call(written, flat, 0, index, given), source)
 
 
 def mean_of_selected(call: Call, node: fx.Node) -> Any:
@@ -82,5 +141,8 @@ def _with_diagonal(call: Call, node: fx.Node) -> Any:
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.masked_select.default: _selected,
     aten.diagonal_scatter.default: _with_diagonal,
+    aten.index_put.default: _put_by_mask,
+    aten.index_reduce.default: _reduced_at,
+    aten.put.default: _put,
 }
 """For each operator, a function of (call, node) that makes its form; None: no change needed."""

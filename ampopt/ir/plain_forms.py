@@ -91,6 +91,14 @@ def _power(call: Call, node: fx.Node) -> Any:
     return product
 
 
+def _conjugate(call: Call, node: fx.Node) -> Any:
+    source = node.args[0]
+    if not dtype_of(node).is_complex:
+        return None
+    imaginary = call(aten.neg.default, call(aten.imag.default, source))
+    return call(aten.complex.default, call(aten.real.default, source), imaginary)
+
+
 def _power_of_a_boolean(call: Call, node: fx.Node) -> Any:
     base, exponent = (arguments(node)[name] for name in ("self", "exponent"))
     if dtype_of(exponent) is not torch.bool or dtype_of(base) is torch.bool:
@@ -123,6 +131,8 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.pow.Tensor_Tensor: _power_of_a_boolean,
     aten.rrelu.default: _mean_slope,
     aten.tanh.default: _bounded_tanh,
+    aten._conj.default: _conjugate,
+    aten.conj.default: _conjugate,
     aten.__lshift__.Tensor: lambda call, node: call(aten.bitwise_left_shift.Tensor, *node.args),
     aten.__rshift__.Tensor: lambda call, node: call(aten.bitwise_right_shift.Tensor, *node.args),
 }

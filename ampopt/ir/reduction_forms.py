@@ -1,12 +1,13 @@
 """Forms of reductions for ONNX, whose exporter needs their dimensions or has no operator for them.
 
-torch.onnx takes no maximum over all dimensions, no total of 8 or 16 bits, no running product, and no running
+torch.onnx takes no maximum over all dimensions, no total of 8 or 16 bits, no running product, maximum or
 logarithm of a sum; ONNX Runtime no maximum of int16, and no place of NaN among integers.
 
 Correct because: all dimensions are those that there are, and a number without any is its own maximum; int32
 has the numbers of int16, and integers have no NaN; the low bits of a total are those of its terms' low bits;
 a sum of exponentials up to each place is that of the places up to half as many back, and of the half before
-them, which `added` adds without overflow. What runs has a step for each size, which so must not vary.
+them, which `added` adds without overflow, and so is a maximum. What runs has a step for each size, which so
+must not vary.
 """
 
 from __future__ import annotations
@@ -124,13 +125,39 @@ def _running_log_sum_exp(call: Call, node: fx.Node) -> Any:
     size = shape[dim] if shape else 1
     if size < 2:
         return call(aten.clone.default, source)
+    return _running(partial(added, call), call, source, dim, size)
+
+
+def _running_extreme(call: Call, node: fx.Node) -> None:
+    """The place is that of the last number so far that is the extreme, or NaN."""
+    source, dim = (arguments(node)[name] for name in ("self", "dim"))
+    shape, dtype = shape_of(source), dtype_of(source)
+    if not shape or not shape[dim]:
+        return
+    wide = source if dtype.is_floating_point else call(aten._to_copy.default, source, dtype=torch.int64)
+    extreme = aten.maximum.default if node.target is aten.cummax.default else aten.minimum.default
+    values = _running(partial(call, extreme), call, wide, dim, shape[dim])
+    is_it = call(aten.eq.Tensor, wide, values)
+    if dtype.is_floating_point:
+        is_it = call(aten.logical_or.default, is_it, call(aten.isnan.default, wide))
+    across = [-1 if each == dim % len(shape) else 1 for each in range(len(shape))]
+    places = call(aten.reshape.default, call(aten.arange.default, shape[dim]), across)
+    here = call(aten.mul.Tensor, call(aten._to_copy.default, is_it, dtype=torch.int64), places)
+    last = _running(partial(call, aten.maximum.default), call, here, dim, shape[dim])
+    for reader in list(node.users):
+        of_dtype = last if reader.args[1] == 1 else call(aten._to_copy.default, values, dtype=dtype)
+        replace_result(reader, of_dtype)
+
+
+def _running(two: Callable[[Any, Any], Any], call: Call, source: Any, dim: int, size: int) -> Any:
+    """What an operator of two numbers, in any grouping, makes of all numbers up to each place."""
     total, step = call(aten.unflatten.int, source, dim, [size]), 1  # refuses another size
     while step < size:
         first, rest, before = (
             call(aten.slice.Tensor, total, dim, start, end)
             for start, end in ((0, step), (step, size), (0, size - step))
         )
-        total = call(aten.cat.default, [first, added(call, rest, before)], dim)
+        total = call(aten.cat.default, [first, two(rest, before)], dim)
         step *= 2
     return total
 
@@ -145,5 +172,7 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     **dict.fromkeys(_TOTALS, _short_total),
     aten.cumprod.default: _running_product,
     aten.logcumsumexp.default: _running_log_sum_exp,
+    aten.cummax.default: _running_extreme,
+    aten.cummin.default: _running_extreme,
 }
 """For each operator, a function of (call, node) that makes its form; None: no change needed."""

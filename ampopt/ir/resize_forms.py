@@ -115,25 +115,8 @@ def _is_repeated(numbers: Tensor, size: int, wanted: int) -> bool:
     return wanted % size == 0 and torch.equal(numbers, torch.arange(wanted) // (wanted // size))
 
 
-def _in_tiles(call: Call, node: fx.Node) -> Any:
-    """Windows of one size, where the result's size divides the image's: PyTorch 2.10 does not write it so."""
-    from torch._decomp import decomposition_table  # slow to import
-
-    values = arguments(node)
-    sizes, wanted = shape_of(values["self"])[-2:], values["output_size"]
-    if node.target in decomposition_table or not all(wanted):
-        return None
-    if any(size % each for size, each in zip(sizes, wanted, strict=True)):
-        return None
-    tile = [size // each for size, each in zip(sizes, wanted, strict=True)]
-    return call(aten.max_pool2d_with_indices.default, values["self"], tile)
-
-
-FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
-    **dict.fromkeys(_BETWEEN, _resized),
-    aten.adaptive_max_pool2d.default: _in_tiles,
-}
-"""The forms of interpolations, and of poolings to a size, of images of one size."""
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = dict.fromkeys(_BETWEEN, _resized)
+"""The forms of interpolations of images of one size."""
 
 BY_NUMBER: Mapping[Any, Callable[[Call, fx.Node], Any]] = dict.fromkeys(_NEAREST, _by_number)
 """The forms of the nearest pixels where no size varies."""

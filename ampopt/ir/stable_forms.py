@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
 from ampopt.ir import (
+    adaptive_forms,
     attention_forms,
     border_forms,
     deciding_forms,
@@ -244,6 +245,7 @@ _OVERLOADS_OF_XLOG1PY = (
 )
 
 FORMS: Forms = {
+    **adaptive_forms.FORMS,
     **deciding_forms.FORMS,
     **mean_forms.FORMS,
     **border_forms.FORMS,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ampopt.errors import ExportError
 from ampopt.ir.adaptive_forms import maxima_of_windows, means_of_windows
 from tests.helpers import Model
-from tests.support.exporting import export
+from tests.support.exporting import export, run
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -70,6 +70,15 @@ def test_windows_are_pytorchs_at_every_size(dtype: torch.dtype, tmp_path: Path) 
                     torch.testing.assert_close(
                         torch.from_numpy(found), expected, rtol=limit, atol=limit, equal_nan=True, msg=name
                     )
+
+
+@pytest.mark.parametrize("name", [
+    "maxima", "maxima of tiles", "maxima of a row", "means of a volume", "maxima of a volume",
+])  # fmt: skip
+def test_windows_of_an_image_of_one_size_are_pytorchs(name: str, tmp_path: Path) -> None:
+    x = torch.randn(1, 4, 17, 23)
+    export(Model(lambda m, x: POOLINGS[name](x)), tmp_path / "m.onnx", x)
+    torch.testing.assert_close(torch.from_numpy(run(tmp_path / "m.onnx", 2 * x)[0]), POOLINGS[name](2 * x))
 
 
 @pytest.mark.parametrize("size", range(1, 40))

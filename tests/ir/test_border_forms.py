@@ -49,6 +49,19 @@ def test_an_angle_is_in_its_quadrant_whatever_the_sign_of_zero(dtype: torch.dtyp
     torch.testing.assert_close(run(model, y, x), model(y, x), rtol=error, atol=error, equal_nan=True)
 
 
+def test_signs_and_numbers_beside_nan_are_pytorchs() -> None:
+    numbers = torch.cat([NUMBERS, torch.tensor([math.nan])])
+    signs = Model(lambda m, a, b: (torch.copysign(a, b), torch.copysign(a, -0.0), torch.copysign(a, 2)))
+    beside_nan = Model(lambda m, a, b: (torch.fmax(a, b), torch.fmin(a, b)))
+    for model, others in ((signs, NUMBERS), (beside_nan, numbers)):
+        a, b = torch.cartesian_prod(numbers, others).unbind(1)
+        for found, expected in zip(run_all(model, a, b), model(a, b), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            if model is signs:
+                is_number = ~expected.isnan()
+                assert torch.equal(found.signbit()[is_number], expected.signbit()[is_number])
+
+
 def test_a_length_is_right_where_squares_are_not() -> None:
     a, b = torch.cartesian_prod(torch.cat([NUMBERS, torch.tensor([math.nan])]), NUMBERS).unbind(1)
     model = Model(lambda m, a, b: torch.hypot(a, b))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from ampopt.errors import AmpoptError
 from ampopt.ir.graph import calls
 from ampopt.ir.order_forms import FORMS
+from ampopt.ir.stable_forms import with_stable_forms
 from tests.helpers import Model, program_of
 from tests.support.exporting import export, run
 from tests.support.side_by_side import results_by_name, side_by_side
@@ -41,6 +43,21 @@ AT_A_PLACE: Functions = {
     "middle of four": lambda x: x.median(0),
     "middle of all": lambda x: x.median(),
     "middle of one": lambda x: x[:, :1].median(1),
+}
+
+
+IN_ORDER = torch.tensor([-2.0, -1.0, -1.0, 0.5, 0.5, 3.0])
+LATER = torch.tensor([[[1.0, 2.0, 2.0, 4.0]], [[-3.0, 0.0, 1.0, 1.0]]])
+SEARCHES: Functions = {
+    "search": lambda x: torch.searchsorted(IN_ORDER, x),
+    "search to the right": lambda x: torch.searchsorted(IN_ORDER, x, right=True),
+    "search in int32": lambda x: torch.searchsorted(IN_ORDER, x, out_int32=True, side="right"),
+    "search of each row": lambda x: torch.searchsorted(
+        LATER.expand(2, 3, 4).contiguous(), x[:2, :3].contiguous()
+    ),
+    "samples of a distribution": lambda x: torch.searchsorted(
+        x.softmax(-1).cumsum(-1), torch.linspace(0.05, 0.95, 5).expand(4, 9, 5).contiguous(), right=True
+    ),
 }
 
 
@@ -108,7 +125,7 @@ def test_results_are_pytorchs(functions: Functions, x: Tensor, tmp_path: Path) -
 
 
 def test_every_form_is_used() -> None:
-    functions = (STABLE | AT_A_PLACE).values()
+    functions = (STABLE | AT_A_PLACE | SEARCHES).values()
     graph = program_of(Model(lambda m, x: [f(x) for f in functions]).eval(), X).graph
     assert {node.target for node in calls(graph, FORMS)} == FORMS.keys()
 
@@ -129,3 +146,27 @@ def test_a_median_along_what_varies_is_refused(tmp_path: Path) -> None:
     model = Model(lambda m, x: x.median(1).values).eval()
     with pytest.raises(AmpoptError):
         export(model, tmp_path / "m.onnx", X, dynamic={"x": {1: "n"}})
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_finds_the_place(name: str, tmp_path: Path) -> None:
+    search = SEARCHES[name]
+    export(Model(lambda m, x: search(x)), tmp_path / "m.onnx", X)
+    x = X.clone()
+    x[0, :2] = torch.tensor([-2.0, -1.0, 0.5, 3.0, math.inf, -math.inf])
+    given = [x, torch.zeros_like(X)]
+    if "distribution" not in name:
+        given.append(torch.full_like(X, math.nan))
+    for each in given:
+        (found,) = run(tmp_path / "m.onnx", each)
+        torch.testing.assert_close(torch.from_numpy(found), search(each))
+
+
+def test_a_search_by_a_sorter_or_in_a_long_row_is_left_alone() -> None:
+    long = torch.arange(2000.0)
+    for search in (
+        lambda m, x: torch.searchsorted(IN_ORDER.flip(0), x, sorter=torch.arange(5, -1, -1)),
+        lambda m, x: torch.searchsorted(long, x),
+    ):
+        graph = program_of(Model(search), X).graph
+        assert any(calls(with_stable_forms(graph, (X,)), FORMS))

@@ -48,6 +48,38 @@ def _means(m: Any, x: Tensor) -> tuple[Tensor, ...]:
     return x[mask].mean(), (x[mask] * 2).exp().mean(), of_rows.mean(0), of_rows.mean((0, 1), keepdim=True)
 
 
+def _put(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """By masks in later dimensions, and at places of all elements."""
+    columns, rows = x.mean((0, 1, 2)) > 0, (x[0, :, :, 0] > 0)
+    a, b, c, d, e = (x.clone() for _ in range(5))
+    a[..., columns] = 0
+    b[:, rows] = x[0, 0, 0]
+    c[x > 0] = x.max()
+    d[:, :, torch.arange(5) % 2 == 0] = torch.tensor([[[7.0]]])
+    flags = x > 1
+    flags[:, rows] = True
+    places = torch.tensor([0, 17, -1])
+    summed = e.put(places, x[0, 0, 0, :3], accumulate=True)
+    return (
+        a,
+        b,
+        c,
+        d,
+        flags,
+        summed,
+        e.put(places[:2], x[0, 0, 0, :2]),
+        (x * 9).int().put(places, places.int()),
+    )
+
+
+def _reduced(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    found, numbers, flat = [], torch.tensor([0, 2, 1, 2, 0]), x[0, 0]
+    for way in ("amax", "amin", "prod", "mean"):
+        found.append(torch.ones(4, 7).index_reduce(0, numbers, flat, way))
+        found.append(torch.ones(7, 4).index_reduce(1, numbers, flat.T.contiguous(), way, include_self=False))
+    return tuple(found)
+
+
 def _selected(m: Any, x: Tensor) -> tuple[Tensor, ...]:
     of_rows = x.masked_select(x[:, :, :1] > 0)
     of_one_image = x[0].masked_select(x > 0.5)
@@ -55,7 +87,8 @@ def _selected(m: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    ("function", "x"), [(_diagonals, X), (_filled, MATRIX), (_selected, X), (_means, X[0])]
+    ("function", "x"),
+    [(_diagonals, X), (_filled, MATRIX), (_selected, X), (_means, X[0]), (_put, X), (_reduced, X)],
 )
 def test_a_file_gives_what_the_model_gives(function: Callable[..., Any], x: Tensor, tmp_path: Path) -> None:
     model = Model(function)
@@ -66,6 +99,22 @@ def test_a_file_gives_what_the_model_gives(function: Callable[..., Any], x: Tens
             torch.testing.assert_close(torch.from_numpy(b), a, equal_nan=True, msg=f"result {place}")
 
 
+@pytest.mark.parametrize("function", [_put, _reduced, _selected])
+def test_a_batch_may_vary(function: Callable[..., Any], tmp_path: Path) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        parts = [part.sum() for part in function(m, x[:2])]
+        y = x * 2
+        y[:, x[0, :, :, 0] > 0] = 1.0
+        y[y < -1] *= 3
+        return torch.stack([part.float() for part in parts]) + y.flatten(1).sum(1, keepdim=True)
+
+    export(Model(forward), tmp_path / "m.onnx", X, dynamic={"inputs_0": {0: "batch"}})
+    x = torch.randn(5, 3, 5, 7)
+    torch.testing.assert_close(torch.from_numpy(run(tmp_path / "m.onnx", x)[0]), forward(None, x))
+
+
 def test_every_form_is_used_by_one_of_these() -> None:
-    graphs = [program_of(Model(f), x).graph for f, x in ((_diagonals, X), (_selected, X))]
+    graphs = [
+        program_of(Model(f), x).graph for f, x in ((_diagonals, X), (_selected, X), (_put, X), (_reduced, X))
+    ]
     assert {node.target for graph in graphs for node in calls(graph, FORMS)} == FORMS.keys()

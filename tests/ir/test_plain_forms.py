@@ -25,6 +25,10 @@ MASK, WHOLE = X > 0, (X * 9).long()
 BYTES = torch.arange(48, dtype=torch.uint8).reshape(2, 3, 8) * 5
 
 
+def _conjugate_of(x: Tensor) -> Tensor:
+    return torch.view_as_complex(torch.stack([x, x.flip(1)], -1)).conj()
+
+
 def _into_a_part(x: Tensor) -> Tensor:
     y = x.clone()
     y[:, 0].copy_(x[:, 1, :1])
@@ -53,6 +57,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "a power by a mask": (lambda x: x.abs() ** (x > 0), X),
     "a shift to the left": (lambda i: i << (i.abs() % 5), WHOLE),
     "a shift to the right": (lambda i: i >> (i.abs() % 5), WHOLE),
+    "a conjugate": (lambda x: _conjugate_of(x).imag + _conjugate_of(x).abs(), X),
     "RReLU": (lambda x: F.rrelu(x, 0.1, 0.4), X),
     "an arc sine of a tanh": (lambda x: torch.asin((x * 10).tanh()), X),
     "a root beside a tanh": (lambda x: torch.sqrt(1 - (x * 10).tanh() ** 2), X),

@@ -50,6 +50,11 @@ OF_NUMBERS: Functions = {
     "running logsumexp of a number": lambda x: x[0, 0, 0].logcumsumexp(0),
     "running product": lambda x: x.cumprod(-1),
     "running product of a number": lambda x: x[0, 0, 0].cumprod(0),
+    "running maximum": lambda x: x.cummax(-1).values,
+    "running minimum of columns": lambda x: x.cummin(1).values,
+    "place of a running maximum": lambda x: x.cummax(-1).indices,
+    "place of a running minimum of rounded numbers": lambda x: x.round().cummin(0).indices,
+    "running maximum of one": lambda x: x[:1].cummax(0).values,
 }
 
 SHORT = (torch.int8, torch.uint8, torch.int16)
@@ -71,6 +76,8 @@ OF_INTEGERS: Functions = {
     "whether any is": lambda i: i.any(),
     "whether all are": lambda i: i.all(),
     "running product": lambda i: i.cumprod(1),
+    "running maximum": lambda i: i.cummax(1).values,
+    "place of a running minimum": lambda i: (i % 3).cummin(-1).indices,
     "sum in booleans": lambda i: i.sum(dtype=torch.bool),
     "product in booleans": lambda i: i.prod(1, dtype=torch.bool),
     **{f"sum in {kind}": _typed(torch.sum, kind) for kind in SHORT},

@@ -32,6 +32,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "distances of one row": lambda x: torch.cdist(x[0, :1], x[1]),
     "sums of differences": lambda x: torch.cdist(x, x.flip(1), p=1.0),
     "other distances": lambda x: torch.cdist(x, x.flip(1) + 1, p=3.0),
+    "largest differences": lambda x: torch.cdist(x, x.flip(1) + 1, p=math.inf),
+    "numbers of differences": lambda x: torch.cdist(x, x.flip(1) * (x > 0), p=0.0),
+    "distances of pairs": lambda x: F.pdist(x[0]),
+    "other distances of pairs": lambda x: F.pdist(x[0], p=1.0) + F.pdist(x[1], p=3.0),
+    "largest differences of pairs": lambda x: F.pdist(x[0], p=math.inf),
+    "numbers of differences of pairs": lambda x: F.pdist(x[0] * (x[0] > 0), p=0.0),
+    "distances of one row to nothing": lambda x: F.pdist(x[0, :1]).sum() + x,
     "of short vectors": lambda x: F.cosine_similarity(x, x.flip(1), dim=1, eps=3.0),
 }
 
