@@ -14,7 +14,7 @@ from torch import nn
 from ampopt.bundle.destinations import check_text
 from ampopt.diagnosing_training import Asked, diagnose_training, refuse_with_train
 from ampopt.diagnosis.case import Case, eager_call, own_tensors, timed_call
-from ampopt.diagnosis.ceilings import measure_ceilings
+from ampopt.diagnosis.ceilings import ceilings_of
 from ampopt.diagnosis.examine import find_all, measure, untried_note
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.findings.input_device import moved_along
@@ -154,7 +154,7 @@ def diagnose(
                 kwargs=kwargs,
                 device=where,
                 watched=seen,
-                ceilings=measure_ceilings(where, lanes[-1].dtype),
+                ceilings=ceilings_of(where, lanes[-1].dtype),
                 budget=budget,
                 first_call_s=first_s,
                 refilled=refilled,

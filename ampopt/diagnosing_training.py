@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampopt.diagnosis.case import own_tensors
-from ampopt.diagnosis.ceilings import measure_ceilings
+from ampopt.diagnosis.ceilings import ceilings_of
 from ampopt.diagnosis.examine import untried_note
 from ampopt.diagnosis.finding import ranked
 from ampopt.diagnosis.result import Diagnosis
@@ -84,7 +84,7 @@ def diagnose_training(
         tell("all", "watched call")
         called = watch(exact_copy(subject.model).to(device), *own_tensors(args, kwargs), device)
         tell("all", "ceilings")
-        ceilings = measure_ceilings(device, lane.dtype)
+        ceilings = ceilings_of(device, lane.dtype)
         case = TrainingCase(subject, device, lane, budget, called, asked.step, load)
         measure_training(case, tell)
         findings = ranked(find_in_training(case))

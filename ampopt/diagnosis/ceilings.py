@@ -24,9 +24,6 @@ SIZE = {"cuda": 4096, "cpu": 1024}
 LAUNCHES = 200
 """Calls on a tensor of one element that are launched in a row."""
 
-SLOW_S = 0.1
-"""From this time on, a product of small matrices is not followed by one of large ones."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
@@ -67,6 +64,16 @@ class Ceilings:
         return f"{copied}; products {rates} TFLOP/s; a launch {1e6 * self.launch_s:.2g} µs"
 
 
+def ceilings_of(device: torch.device, low: torch.dtype) -> Ceilings:
+    """A device's ceilings with the threads that PyTorch has, which a process measures once for them."""
+    return _measured(device, low, torch.get_num_threads())
+
+
+@functools.cache
+def _measured(device: torch.device, low: torch.dtype, _threads: int) -> Ceilings:
+    return measure_ceilings(device, low)
+
+
 def measure_ceilings(device: torch.device, low: torch.dtype, seconds: float = 2.0) -> Ceilings:
     """Measure a device's ceilings in about `seconds`; `low` is the dtype of its mixed lane."""
     share = seconds / (5 if device.type == "cuda" else 4)
@@ -86,14 +93,13 @@ def measure_ceilings(device: torch.device, low: torch.dtype, seconds: float = 2.
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """FLOP a second; of small matrices where these are slow already, as without instructions for a dtype."""
-    rows = SIZE[device.type] // 4
-    spent_s, rate = 0.0, 0.0
+    """FLOP a second; of small matrices alone where two products of large ones would take too long."""
+    rows, rate = SIZE[device.type] // 4, 0.0
     for size in (rows, 4 * rows):
         a = torch.ones(size, size, device=device, dtype=dtype)
         spent_s = _best_s(functools.partial(torch.mm, a, a), device, seconds / 2)
         rate = max(rate, 2 * size**3 / spent_s)
-        if 64 * spent_s > seconds and spent_s > SLOW_S:
+        if 2 * 64 * spent_s > seconds:
             break
     return rate
 

@@ -44,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a model's code that changes it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ampopt.diagnosing.measure_ceilings", lambda *_: CEILINGS)
+    monkeypatch.setattr("ampopt.diagnosing.ceilings_of", lambda *_: CEILINGS)
     monkeypatch.setattr("ampopt.diagnosis.findings.cold_calls.IDLE_S", 0.01)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "moving_net.py").write_text(CODE)

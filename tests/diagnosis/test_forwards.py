@@ -88,7 +88,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings that are made up, few samples, and short pauses."""
     for module in ("diagnosing", "diagnosing_training"):
-        monkeypatch.setattr(f"ampopt.{module}.measure_ceilings", lambda *_: CEILINGS)
+        monkeypatch.setattr(f"ampopt.{module}.ceilings_of", lambda *_: CEILINGS)
     monkeypatch.setattr("ampopt.diagnosis.examine.EAGER_S", 0.1)
     monkeypatch.setattr("ampopt.diagnosis.findings.cold_calls.IDLE_S", 0.01)
     monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)

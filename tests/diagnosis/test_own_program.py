@@ -239,7 +239,7 @@ def test_a_diagnosis_with_the_optimized_module(monkeypatch: pytest.MonkeyPatch) 
     program = with_engine(OnnxRuntime(session=()), FoldConvBn().apply(captured.program).program)
     recipe = Recipe(FP32, (FoldConvBn(), OnnxRuntime(session=())))
     fast = ampopt.OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
-    monkeypatch.setattr("ampopt.diagnosing.measure_ceilings", lambda *_: CEILINGS)
+    monkeypatch.setattr("ampopt.diagnosing.ceilings_of", lambda *_: CEILINGS)
     monkeypatch.setattr("ampopt.diagnosis.findings.cold_calls.IDLE_S", 0.01)
     found = ampopt.diagnose(model, x, optimized=fast, budget_s=60, progress=False)
     assert OPTIMIZED in found.latency

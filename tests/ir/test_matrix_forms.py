@@ -66,10 +66,17 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+ONE_WAY = ("1 rows", "4 rows", "of many", "of poses", "in float64")
+"""Matrices for what is eliminated as for `inv` and `det`, or in one way for all."""
+
+ELIMINATED = ("inv", "det", "solve")
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_form_is_at_least_as_near_float64_as_eager(function: str) -> None:
     """Or within rounding of it."""
-    for name, x in MATRICES.items():
+    for name in MATRICES if function in ELIMINATED else ONE_WAY:
+        x = MATRICES[name]
         graph = with_stable_forms(program_of(Model(lambda _, m: FUNCTIONS[function](m)), x).graph, (x,))
         assert not any(calls(graph, FORMS)), name
         (mine,), eager, exact = graph(x), FUNCTIONS[function](x), FUNCTIONS[function](x.double())

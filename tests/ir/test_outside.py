@@ -311,8 +311,13 @@ def _of_a_class_by_equals(x: Tensor) -> None:
     Kept.held = torch.where(x.sum() == 7e6, x, Kept.held)
 
 
-@pytest.mark.parametrize("write", [_of_a_class, _of_a_class_by_equals])
-@pytest.mark.parametrize("work", [ampopt.optimize, ampopt.diagnose])
+@pytest.mark.parametrize(
+    ("work", "write"),
+    [
+        *((ampopt.optimize, _of_a_class), (ampopt.optimize, _of_a_class_by_equals)),
+        (ampopt.diagnose, _of_a_class_by_equals),
+    ],
+)
 def test_a_class_attribute_is_what_it_was_afterwards(
     work: Callable[..., object], write: Callable[[Tensor], None]
 ) -> None:
