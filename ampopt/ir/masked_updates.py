@@ -54,14 +54,15 @@ def write_out_masked_updates(exported: ExportedProgram) -> None:
     for module in exported.graph_module.modules():
         if not isinstance(module, fx.GraphModule):
             continue
+        is_block = module is not exported.graph_module
         for put in calls(module, _PUTS):
-            if (selected := _selected(put)) is not None:
+            if (selected := _selected(put, is_block=is_block)) is not None:
                 _write_out(module, selected)
         for listed in calls(module, _SELECTED_OTHERWISE):
             _drop_unread(module, listed)
 
 
-def _selected(put: fx.Node) -> list[fx.Node] | None:
+def _selected(put: fx.Node, *, is_block: bool) -> list[fx.Node] | None:
     """The calls between selections by a mask and where all of them are put back to its places, in order.
 
     None where not all of them compute by element, or something else reads a selection.
@@ -91,7 +92,7 @@ def _selected(put: fx.Node) -> list[fx.Node] | None:
                 found.add(other)
                 todo.append(other)
     order = {node: place for place, node in enumerate(put.graph.nodes)}
-    return sorted(found | checks, key=order.__getitem__) if _stays(found, order) else None
+    return sorted(found | checks, key=order.__getitem__) if _stays(found, order, is_block=is_block) else None
 
 
 def _write_out(module: fx.GraphModule, selected: list[fx.Node]) -> None:
@@ -196,8 +197,9 @@ def _is_by_element(node: fx.Node, behind: int) -> bool:
     if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "aten":
         return False
     name = overload._schema.name.removeprefix("aten::").rstrip("_")
-    packet = overload.overloadpacket
-    marked = any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    marked = (
+        torch.Tag.pointwise in overload.tags
+    )  # not all forms of an operator are: `max` of two, and of all
     if torch.Tag.nondeterministic_seeded in overload.tags or not (marked or name in _BY_ELEMENT):
         return False
     tensors = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
@@ -228,13 +230,14 @@ def _only_checks(node: fx.Node, checks: set[fx.Node]) -> bool:
     return True
 
 
-def _stays(found: set[fx.Node], order: dict[fx.Node, int]) -> bool:
+def _stays(found: set[fx.Node], order: dict[fx.Node, int], *, is_block: bool) -> bool:
     """Whether the masks are equal: one that nothing writes to, or nothing is written but to selections.
 
     That holds from the first mask until the last selection is put back, which is after all readings of it.
+    In a block, as under the model's own autocast, inputs may be views of each other.
     """
     masks = {place[1] for node in found if node.target in _GIVEN if (place := _places(node)) is not None}
-    if len(masks) == 1 and masks <= never_written(next(iter(masks)).graph):
+    if not is_block and len(masks) == 1 and masks <= never_written(next(iter(masks)).graph):
         return True
     last = max(found, key=order.__getitem__)
     between = range(min(order[mask] for mask in masks), order[last])

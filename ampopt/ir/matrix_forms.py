@@ -15,6 +15,7 @@ numbers come of it. So engines that answer in the original's place do not run wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,37 +78,45 @@ def _determinant(call: Call, node: fx.Node) -> Any:
     if (size := _size(matrix)) is None:
         return None
     wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
-    return _narrow(call, _eliminated(call, wide, None, size)[1], node)
+    pivots = _eliminated(call, wide, None, size)[1]
+    return _narrow(call, functools.reduce(functools.partial(call, aten.mul.Tensor), pivots), node)
 
 
-def _logarithm(call: Call, node: fx.Node) -> None:
-    """The determinant's sign, and the logarithm of its size."""
-    matrix = _matrix_of(node)
-    if (size := _size(matrix)) is None:
+def _sign_and_logarithm(call: Call, node: fx.Node) -> None:
+    """Of the determinant, each by itself."""
+    if (parts := _of_pivots(call, _matrix_of(node))) is None:
         return
-    wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
-    found = _eliminated(call, wide, None, size)[1]
     for reader in list(node.users):
-        part = call(aten.sign.default, found)
-        if reader.args[1] == 1:
-            part = call(aten.log.default, call(aten.abs.default, found))
-        replace_result(reader, _narrow(call, part, reader))
+        replace_result(reader, _narrow(call, parts[reader.args[1]], reader))  # type: ignore[index]
 
 
-def _logarithm_of_determinant(call: Call, node: fx.Node) -> Any:
-    matrix = _matrix_of(node)
+def _logarithm(call: Call, node: fx.Node) -> Any:
+    """NaN for a determinant below 0."""
+    if (parts := _of_pivots(call, _matrix_of(node))) is None:
+        return None
+    sign, logarithm = parts
+    below = call(aten.lt.Scalar, sign, 0)
+    return _narrow(call, call(aten.masked_fill.Scalar, logarithm, below, torch.nan), node)
+
+
+def _of_pivots(call: Call, matrix: fx.Node) -> tuple[Any, Any] | None:
+    """The sign of a determinant, and the logarithm of its size, which as a number may be beyond float64."""
     if (size := _size(matrix)) is None:
         return None
-    wide = call(aten._to_copy.default, matrix, dtype=torch.float64)
-    return _narrow(call, call(aten.log.default, _eliminated(call, wide, None, size)[1]), node)
+    pivots = _eliminated(call, call(aten._to_copy.default, matrix, dtype=torch.float64), None, size)[1]
+    signs = (call(aten.sign.default, pivot) for pivot in pivots)
+    logarithms = (call(aten.log.default, call(aten.abs.default, pivot)) for pivot in pivots)
+    sign = functools.reduce(functools.partial(call, aten.mul.Tensor), signs)
+    return sign, functools.reduce(functools.partial(call, aten.add.Tensor), logarithms)
 
 
-def _lower_factor(call: Call, node: fx.Node) -> Any:
-    """Cholesky's factor, one column after another."""
-    matrix = _matrix_of(node)
-    if (size := _size(matrix)) is None or arguments(node)["upper"]:
+def _factor(call: Call, node: fx.Node) -> Any:
+    """Cholesky's factor, one column after another, of the half that PyTorch reads."""
+    matrix, is_upper = _matrix_of(node), arguments(node)["upper"]
+    if (size := _size(matrix)) is None:
         return None
     rest, columns = call(aten._to_copy.default, matrix, dtype=torch.float64), []
+    rest = call(aten.transpose.int, rest, -2, -1) if is_upper else rest
     places = call(aten.arange.default, size)
     for step in range(size):
         column = call(aten.select.int, rest, -1, step)
@@ -116,26 +125,31 @@ def _lower_factor(call: Call, node: fx.Node) -> Any:
         columns.append(column := call(aten.div.Tensor, column, root))
         sides = (call(aten.unsqueeze.default, column, dim) for dim in (-1, -2))
         rest = call(aten.sub.Tensor, rest, call(aten.mul.Tensor, *sides))
-    return _narrow(call, call(aten.stack.default, columns, -1), node)
+    return _narrow(call, call(aten.stack.default, columns, -2 if is_upper else -1), node)
 
 
 def _triangular_solution(call: Call, node: fx.Node) -> Any:
-    """With zeros for what PyTorch does not read; None where a matrix is repeated along a batch."""
+    """Row by row, of the half that PyTorch reads: where it is singular PyTorch raises no error."""
     values = arguments(node)
-    matrix, sides = values["self"], values["B"]
-    same = shape_of(sides)[:-1] == shape_of(matrix)[:-1] and len(shape_of(sides)) == len(shape_of(matrix))
-    if (size := _size(matrix)) is None or not values["left"] or not same:
+    if (size := _size(values["self"])) is None or not values["left"]:
         return None
-    wide, right = (call(aten._to_copy.default, each, dtype=torch.float64) for each in (matrix, sides))
-    half = call(aten.triu.default if values["upper"] else aten.tril.default, wide)
-    if values["unitriangular"]:
-        identity = call(aten.eye.default, size, dtype=torch.float64)
-        half = call(aten.where.self, call(aten.ne.Scalar, identity, 0), identity, half)
-    return _narrow(call, _eliminated(call, half, right, size)[0], node)
+    matrix, sides = (call(aten._to_copy.default, values[name], dtype=torch.float64) for name in ("self", "B"))
+    found: dict[int, Any] = {}
+    for row in reversed(range(size)) if values["upper"] else range(size):
+        own = call(aten.slice.Tensor, matrix, -2, row, row + 1)
+        rest = call(aten.slice.Tensor, sides, -2, row, row + 1)
+        for column, solved in found.items():
+            factor = call(aten.slice.Tensor, own, -1, column, column + 1)
+            rest = call(aten.sub.Tensor, rest, call(aten.mul.Tensor, factor, solved))
+        pivot = call(aten.slice.Tensor, own, -1, row, row + 1)
+        found[row] = rest if values["unitriangular"] else call(aten.div.Tensor, rest, pivot)
+    return _narrow(call, call(aten.cat.default, [found[row] for row in range(size)], -2), node)
 
 
 def _matrix_of(node: fx.Node) -> fx.Node:
-    matrix: fx.Node = next(iter(arguments(node).values()))
+    overload = node.target
+    assert isinstance(overload, torch._ops.OpOverload)
+    matrix: fx.Node = arguments(node)[overload._schema.arguments[0].name]
     return matrix
 
 
@@ -149,8 +163,8 @@ def _narrow(call: Call, value: Any, node: fx.Node) -> Any:
     return call(aten._to_copy.default, value, dtype=dtype_of(node))
 
 
-def _eliminated(call: Call, matrix: Any, sides: Any, size: int) -> tuple[Any, Any]:
-    """What becomes of the right sides, and the determinant, for float64 matrices of so many rows.
+def _eliminated(call: Call, matrix: Any, sides: Any, size: int) -> tuple[Any, list[Any]]:
+    """What becomes of the right sides, and the determinant's factors, for float64 matrices of so many rows.
 
     Without right sides a pivot of 0, below which nothing is left, is no fault: the determinant is 0.
     """
@@ -159,7 +173,7 @@ def _eliminated(call: Call, matrix: Any, sides: Any, size: int) -> tuple[Any, An
     rows = matrix if sides is None else call(aten.cat.default, [matrix, sides], -1)
     instead = 1.0 if sides is None else torch.nan
     places = call(aten.arange.default, size)
-    determinant = None
+    pivots = []
     for step in range(size):
         column = call(aten.select.int, rows, -1, step)
         is_here, is_done = call(aten.eq.Scalar, places, step), call(aten.lt.Scalar, places, step)
@@ -171,15 +185,14 @@ def _eliminated(call: Call, matrix: Any, sides: Any, size: int) -> tuple[Any, An
         pivot = call(aten.slice.Tensor, chosen, -1, step, step + 1)
         is_other = call(aten.ne.Scalar, call(aten.unsqueeze.default, largest, -1), step)
         signed = call(aten.where.self, is_other, call(aten.neg.default, pivot), pivot)
-        determinant = signed if determinant is None else call(aten.mul.Tensor, determinant, signed)
+        pivots.append(call(aten.select.int, call(aten.select.int, signed, -1, 0), -1, 0))
         pivot = call(aten.masked_fill.Scalar, pivot, call(aten.eq.Scalar, pivot, 0.0), instead)
         unit = call(aten.div.Tensor, chosen, pivot)
         rows = call(aten.where.self, is_largest, here, rows)
         factors = call(aten.div.Tensor, call(aten.slice.Tensor, rows, -1, step, step + 1), pivot)
         reduced = call(aten.sub.Tensor, rows, call(aten.mul.Tensor, factors, chosen))
         rows = call(aten.where.self, call(aten.unsqueeze.default, is_here, -1), unit, reduced)
-    determinant = call(aten.select.int, call(aten.select.int, determinant, -1, 0), -1, 0)
-    return call(aten.slice.Tensor, rows, -1, size, 2**62), determinant
+    return call(aten.slice.Tensor, rows, -1, size, 2**62), pivots
 
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
@@ -187,10 +200,10 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.inverse.default: _inverse,
     aten.linalg_solve.default: _solution,
     aten.linalg_solve_triangular.default: _triangular_solution,
-    aten.linalg_cholesky.default: _lower_factor,
-    aten.linalg_slogdet.default: _logarithm,
-    aten.slogdet.default: _logarithm,
-    aten.logdet.default: _logarithm_of_determinant,
+    aten.linalg_cholesky.default: _factor,
+    aten.linalg_slogdet.default: _sign_and_logarithm,
+    aten.slogdet.default: _sign_and_logarithm,
+    aten.logdet.default: _logarithm,
     aten.linalg_det.default: _determinant,
     aten.det.default: _determinant,
 }

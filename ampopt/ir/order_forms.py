@@ -2,12 +2,11 @@
 
 torch.onnx knows `sort` and `topk` alone. A median of a few frames filters a robot's sensors.
 
-Correct because: in a row in order, a search's place is how many numbers do not come after the value, and NaN
-comes after all; ONNX's TopK, which it makes of both, puts the lower place first of equal values, so that it
-is stable in either direction, and bytes are in the order of the booleans that they are made of; the last of
-the k smallest is the k-th, where infinity stands for NaN, which is the largest to PyTorch, and a place of its
-own is found for either; its median is the lower of two middle numbers, or NaN at the first place of one. The
-size of a median's dimension must not vary.
+Correct because: a search takes PyTorch's own steps; ONNX's TopK, which it makes of both, puts the lower place
+first of equal values, so that it is stable in either direction, and bytes are in the order of the booleans
+that they are made of; the last of the k smallest is the k-th, where infinity stands for NaN, which is the
+largest to PyTorch, and a place of its own is found for either; its median is the lower of two middle numbers,
+or NaN at the first place of one. The size of a median's dimension must not vary.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from torch import fx
 
 from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import arguments, aten, dtype_of, replace_result, shape_of
-
-LONGEST_ROW = 1024
-"""The longest row in which places are counted, which compares each value with all of it."""
 
 
 def _stable(call: Call, node: fx.Node) -> Any:
@@ -115,18 +111,36 @@ def _give(call: Call, node: fx.Node, value: Any, place: Any) -> None:
 
 
 def _place_in_order(call: Call, node: fx.Node) -> Any:
-    """How many numbers of a row are before a value; None where the row has another order, or is long."""
+    """The place by PyTorch's own bisection, so that it is the same in any row, also with NaN."""
     values = arguments(node)
-    row, value, rank = values["sorted_sequence"], values["self"], len(shape_of(values["self"]))
-    if values["sorter"] is not None or not shape_of(row) or shape_of(row)[-1] > LONGEST_ROW:
+    row, value = values["sorted_sequence"], values["self"]
+    if values["sorter"] is not None or not shape_of(row) or not shape_of(row)[-1]:
         return None
     is_right = values["side"] == "right" if values["side"] is not None else values["right"]
-    if len(shape_of(row)) > 1:
-        row = call(aten.unsqueeze.default, row, -2)
-    one = call(aten.unsqueeze.default, value, rank)
-    is_after = call(aten.gt.Tensor if is_right else aten.ge.Tensor, row, one)
-    is_before = call(aten._to_copy.default, call(aten.logical_not.default, is_after), dtype=torch.int64)
-    return call(aten._to_copy.default, call(aten.sum.dim_IntList, is_before, [-1]), dtype=dtype_of(node))
+    count = shape_of(row)[-1]
+    row = call(aten.unflatten.int, row, -1, [count])  # refuses another size
+    begin = call(aten.zeros_like.default, value, dtype=torch.int64)
+    end = call(aten.full_like.default, value, count, dtype=torch.int64)
+    for _ in range(count.bit_length()):
+        middle = call(aten.div.Tensor_mode, call(aten.add.Tensor, begin, end), 2, rounding_mode="floor")
+        number = _at(
+            call, row, call(aten.clamp_max.default, middle, count - 1), values["sorted_sequence"], value
+        )
+        is_after = call(aten.gt.Tensor if is_right else aten.ge.Tensor, number, value)
+        is_open = call(aten.lt.Tensor, begin, end)
+        goes_on = call(aten.logical_and.default, is_open, call(aten.logical_not.default, is_after))
+        ends = call(aten.logical_and.default, is_open, is_after)
+        begin = call(aten.where.self, goes_on, call(aten.add.Scalar, middle, 1), begin)
+        end = call(aten.where.self, ends, middle, end)
+    return call(aten._to_copy.default, begin, dtype=dtype_of(node))
+
+
+def _at(call: Call, row: Any, places: Any, of_row: fx.Node, value: fx.Node) -> Any:
+    """The numbers at places of one row for all values, or of each value's own."""
+    if len(shape_of(of_row)) > 1:
+        return call(aten.gather.default, row, -1, places)
+    flat = call(aten.index_select.default, row, 0, call(aten.reshape.default, places, [-1]))
+    return call(aten.view_as.default, flat, value)
 
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {

@@ -1,4 +1,4 @@
-"""Forms for ONNX of what reads or writes a part of a tensor: what a mask or an index selects, a diagonal.
+"""Forms for ONNX of what reads or writes a part of a tensor: what a mask selects, and a diagonal.
 
 torch.onnx has no operator for either; the first is an index by the mask. ONNX Runtime's mean of nothing is
 not PyTorch's, NaN.
@@ -60,49 +60,55 @@ def _beside(call: Call, mask: Any, before: int, behind: int) -> Any:
     return mask
 
 
-def _reduced_at(call: Call, node: fx.Node) -> Any:
-    """With the index of each element, repeated along the other dimensions."""
-    values = arguments(node)
-    source, dim, rank = values["source"], values["dim"], len(shape_of(values["source"]))
-    shape = [-1 if each == dim % rank else 1 for each in range(rank)]
-    index = call(aten.expand_as.default, call(aten.reshape.default, values["index"], shape), source)
-    reduced = values["self"], dim, index, source, values["reduce"]
-    if values["reduce"] != "mean":
-        return call(aten.scatter_reduce.two, *reduced, include_self=values["include_self"])
-    if not dtype_of(node).is_floating_point:
-        return None
-    start = values["self"] if values["include_self"] else call(aten.zeros_like.default, values["self"])
-    total = call(aten.scatter_add.default, start, dim, index, source)
-    count = call(aten.ones_like.default if values["include_self"] else aten.zeros_like.default, start)
-    count = call(aten.scatter_add.default, count, dim, index, call(aten.ones_like.default, source))
-    is_none = call(aten.eq.Scalar, count, 0)
-    return call(aten.where.self, is_none, values["self"], call(aten.div.Tensor, total, count))
-
-
-def _put(call: Call, node: fx.Node) -> Any:
-    """At places of the flattened tensor, from its end on where they are below 0."""
-    values = arguments(node)
-    source = values["self"]
-    flat, index, given = (
-        call(aten.reshape.default, each, [-1]) for each in (source, values["index"], values["source"])
-    )
-    count = call(aten.sum.default, call(aten.ones_like.default, flat, dtype=torch.int64))
-    from_end = call(aten.add.Tensor, index, count)
-    index = call(aten.where.self, call(aten.lt.Scalar, index, 0), from_end, index)
-    written = aten.scatter_add.default if values["accumulate"] else aten.scatter.src
-    return call(aten.view_as.default, call(written, flat, 0, index, given), source)
-
-
 def mean_of_selected(call: Call, node: fx.Node) -> Any:
     """A mean of what a mask selects: the sum by how many there are. Of nothing it is NaN."""
     values = arguments(node)
     source = values["self"]
     if values["dtype"] is not None or not shape_of(source) or not _is_selected(source):
         return None
-    how = (values["dim"], values["keepdim"]) if values.get("dim") else ()
-    summed = aten.sum.dim_IntList if how else aten.sum.default
-    count = call(summed, call(aten.ones_like.default, source), *how)
-    return call(aten.div.Tensor, call(summed, source, *how), count)
+    mean = _mean(call, _wide(call, source), values.get("dim"), values.get("keepdim", False))
+    return call(aten._to_copy.default, mean, dtype=dtype_of(node))
+
+
+def spread_of_selected(call: Call, node: fx.Node, *, is_deviation: bool) -> Any:
+    """A variance or standard deviation of what a mask selects: of too few it is NaN."""
+    values = arguments(node)
+    source, dims = values["self"], values.get("dim")
+    if not shape_of(source) or not _is_selected(source):
+        return None
+    correction = values.get("correction")
+    if correction is None:
+        correction = 1.0 if values.get("unbiased", True) else 0.0
+    wide = _wide(call, source)
+    mean = _mean(call, wide, dims or list(range(len(shape_of(source)))), True)
+    centred = call(aten.sub.Tensor, wide, mean)
+    how = _how(dims, values.get("keepdim", False))
+    total = _sum(call, call(aten.mul.Tensor, centred, centred), how)
+    count = _sum(call, call(aten.ones_like.default, wide), how)
+    divisor = call(aten.relu.default, call(aten.sub.Tensor, count, correction))
+    found = call(aten.div.Tensor, total, divisor)
+    found = call(aten.sqrt.default, found) if is_deviation else found
+    return call(aten._to_copy.default, found, dtype=dtype_of(node))
+
+
+def _mean(call: Call, source: Any, dims: list[int] | None, keepdim: bool) -> Any:
+    how = _how(dims, keepdim)
+    count = _sum(call, call(aten.ones_like.default, source), how)
+    return call(aten.div.Tensor, _sum(call, source, how), count)
+
+
+def _how(dims: list[int] | None, keepdim: bool) -> tuple[Any, ...]:
+    return (dims, keepdim) if dims else ()
+
+
+def _sum(call: Call, source: Any, how: tuple[Any, ...]) -> Any:
+    return call(aten.sum.dim_IntList if how else aten.sum.default, source, *how)
+
+
+def _wide(call: Call, source: fx.Node) -> Any:
+    """Numbers whose sum PyTorch keeps in float32, in that."""
+    is_half = dtype_of(source) in (torch.float16, torch.bfloat16)
+    return call(aten._to_copy.default, source, dtype=torch.float32) if is_half else source
 
 
 def _is_selected(node: fx.Node) -> bool:
@@ -142,7 +148,5 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.masked_select.default: _selected,
     aten.diagonal_scatter.default: _with_diagonal,
     aten.index_put.default: _put_by_mask,
-    aten.index_reduce.default: _reduced_at,
-    aten.put.default: _put,
 }
 """For each operator, a function of (call, node) that makes its form; None: no change needed."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ampopt.ir.deciding_forms import Call
+from ampopt.ir.deciding_forms import Call, filled_like, in_dtype_of
 from ampopt.ir.graph import arguments, aten, dtype_of, shape_of
 from ampopt.ir.loss_forms import leads_to
 
@@ -48,7 +48,13 @@ def _copy(call: Call, node: fx.Node) -> Any:
 def _choice(call: Call, node: fx.Node) -> Any:
     if dtype_of(node) not in _NOT_CHOSEN:
         return None
-    return chosen(call, dtype_of(node), *(arguments(node)[name] for name in ("condition", "self", "other")))
+    condition, *parts = (arguments(node)[name] for name in ("condition", "self", "other"))
+    for place, part in enumerate(parts):
+        is_number = not isinstance(part, fx.Node)
+        parts[place] = (
+            filled_like(call, condition, part, node) if is_number else in_dtype_of(call, part, node)
+        )
+    return chosen(call, dtype_of(node), condition, *parts)
 
 
 def chosen(call: Call, dtype: torch.dtype, condition: Any, one: Any, other: Any) -> Any:
@@ -122,7 +128,9 @@ def _bounded_tanh(call: Call, node: fx.Node) -> Any:
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.copy.default: _copy,
-    aten.where.self: _choice,
+    **dict.fromkeys(
+        (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar), _choice
+    ),
     aten.add.Tensor: _sum,
     aten.relu.default: _relu,
     aten.neg.default: _negative,

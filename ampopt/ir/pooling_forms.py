@@ -77,20 +77,6 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.target in _WITHOUT_INFINITY
 
 
-def _scattered_mean(call: Call, node: fx.Node) -> Any:
-    values = arguments(node)
-    data, dim, index, source = (values[name] for name in ("self", "dim", "index", "src"))
-    with_self = values["include_self"]
-    if values["reduce"] != "mean" or not dtype_of(node).is_floating_point:
-        return None
-    total = call(aten.scatter_reduce.two, data, dim, index, source, "sum", include_self=with_self)
-    base = call(aten.full_like.default, data, 1.0 if with_self else 0.0)
-    each = call(aten.full_like.default, source, 1.0)
-    count = call(aten.scatter_reduce.two, base, dim, index, each, "sum")
-    count = count if with_self else call(aten.maximum.default, count, call(aten.full_like.default, data, 1.0))
-    return call(aten.div.Tensor, total, count)
-
-
 def _loss_of_logits(call: Call, node: fx.Node) -> Any:
     """(1 - y) x + w softplus(-x), with w = 1 + (p - 1) y for the weight p of what is true."""
     values = arguments(node)
@@ -113,7 +99,6 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.max_pool1d.default: _lowest_of_infinities,
     aten.max_pool2d.default: _lowest_of_infinities,
     aten.max_pool3d.default: _lowest_of_infinities,
-    aten.scatter_reduce.two: _scattered_mean,
     aten.binary_cross_entropy_with_logits.default: _loss_of_logits,
 }
 """For each operator, a function of (call, node) that makes its right form; None: no change needed."""

@@ -21,6 +21,7 @@ from torch import fx
 
 from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import arguments, aten, dtype_of, replace_result, shape_of
+from ampopt.ir.part_forms import spread_of_selected
 
 LARGE, SMALL = 1e10, 1e-10
 """The squares of what lies between, and of its roundings, are numbers of float32."""
@@ -90,6 +91,9 @@ def _chosen(call: Call, size: Any, of_large: float, of_small: float) -> Any:
 
 
 def _spread(call: Call, node: fx.Node) -> Any:
+    selected = spread_of_selected(call, node, is_deviation=node.target in _DEVIATIONS)
+    if selected is not None:
+        return selected
     scaled = _scaled(call, node)
     return None if scaled is None else scaled.spread(node.target)
 

@@ -36,6 +36,7 @@ from ampopt.ir import (
     recurrent_forms,
     reduction_forms,
     resize_forms,
+    scatter_forms,
     similarity_forms,
     spread_forms,
 )
@@ -260,6 +261,8 @@ FORMS: Forms = {
     **order_forms.FORMS,
     **part_forms.FORMS,
     **plain_forms.FORMS,
+    **scatter_forms.FORMS,
+    **scatter_forms.FORMS,
     **spread_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,

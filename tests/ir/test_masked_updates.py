@@ -184,6 +184,21 @@ def wanted_elsewhere(m: _Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_other
+def less_the_largest(m: _Model, x: Tensor, y: Tensor) -> None:
+    y[y < 7e6] -= y[y < 7e6].max()
+
+
+@_other
+def a_view_of_a_mask_in_a_block(m: _Model, x: Tensor, y: Tensor) -> None:
+    mask = y > 0
+    first = mask[0]
+    with torch.enable_grad():
+        selected = y[0][first]
+        mask.copy_(mask.flip(-1)).copy_(mask.flip(-1))
+        y[0][first] = selected * 2
+
+
+@_other
 def normed(m: _Model, x: Tensor, y: Tensor) -> None:
     mask = y > 0
     y[mask] = y[mask] - y[mask].mean()

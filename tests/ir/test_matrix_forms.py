@@ -59,6 +59,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "solve": lambda m: torch.linalg.solve(m, m.flip(-1)[..., :1] * 2),
     "factor": lambda m: torch.linalg.cholesky(m @ m.mT + m.square().amax() * _identity(m)),
     "sign": lambda m: torch.linalg.slogdet(m)[0],
+    "logarithm of tiny ones": lambda m: torch.linalg.slogdet(m * 2.0**-90)[1],
+    "upper factor": lambda m: torch.linalg.cholesky(m @ m.mT + m.square().amax() * _identity(m), upper=True),
     "logarithms": lambda m: torch.linalg.slogdet(m)[1] + torch.logdet(m.abs().clamp(min=0.125).tril()),
     "solve below": lambda m: torch.linalg.solve_triangular(m + _identity(m), m.flip(-1), upper=False),
     "solve above": lambda m: torch.linalg.solve_triangular(m, m.mT, upper=True, unitriangular=True),

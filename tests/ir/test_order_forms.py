@@ -162,11 +162,21 @@ def test_a_search_finds_the_place(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(found), search(each))
 
 
-def test_a_search_by_a_sorter_or_in_a_long_row_is_left_alone() -> None:
-    long = torch.arange(2000.0)
-    for search in (
-        lambda m, x: torch.searchsorted(IN_ORDER.flip(0), x, sorter=torch.arange(5, -1, -1)),
-        lambda m, x: torch.searchsorted(long, x),
-    ):
-        graph = program_of(Model(search), X).graph
-        assert any(calls(with_stable_forms(graph, (X,)), FORMS))
+def test_a_search_in_any_row_takes_pytorchs_steps(tmp_path: Path) -> None:
+    """Rows that are in no order, and rows with NaN at their end, as `sort` leaves it."""
+    rows = torch.randn(20, 37, generator=torch.Generator().manual_seed(3))
+    values = torch.randn(20, 9, generator=torch.Generator().manual_seed(4))
+    model = Model(lambda m, row, v: (torch.searchsorted(row, v), torch.searchsorted(row, v, right=True)))
+    export(model, tmp_path / "m.onnx", rows, values)
+    ends = rows.sort(-1).values
+    ends[:, 30:], values[0, :3] = math.nan, torch.tensor([math.nan, math.inf, -math.inf])
+    for row in (rows, ends):
+        found = run(tmp_path / "m.onnx", row, values)
+        for one, other in zip(found, model(row, values), strict=True):
+            assert torch.equal(torch.from_numpy(one), other)
+
+
+def test_a_search_by_a_sorter_is_left_alone() -> None:
+    sorter = torch.arange(5, -1, -1)
+    graph = program_of(Model(lambda m, x: torch.searchsorted(IN_ORDER.flip(0), x, sorter=sorter)), X).graph
+    assert any(calls(with_stable_forms(graph, (X,)), FORMS))

@@ -44,6 +44,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "a copy into a part": (_into_a_part, X),
     "a choice of masks": (lambda m: torch.where(m[:, :1], m, m.flip(2)), MASK),
     "a choice of one mask": (lambda m: torch.where(m, m[0, 0, 0], ~m[:1]), MASK),
+    "a choice of a number and a mask": (lambda m: torch.where(m[0], True, m.flip(2)), MASK),
+    "a choice of a mask and a number": (lambda m: torch.where(m, ~m[:1], False), MASK),
     "a choice of int16": (lambda i: torch.where(i > 0, i.short() * 3000, -i.short()), WHOLE),
     "a choice of int8": (lambda i: torch.where(i > 0, i.to(torch.int8) * 90, i[:1].to(torch.int8)), WHOLE),
     "a sum of masks": (lambda m: m + m.flip(2), MASK),
