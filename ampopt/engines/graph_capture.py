@@ -19,6 +19,7 @@ from ampopt.measure.clocks import device_time
 from ampopt.measure.sampling import interleave
 from ampopt.system import flags
 from ampopt.system.garbage import collected_later
+from ampopt.system.interrupts import check_interrupted
 
 logger = logging.getLogger("ampopt")
 
@@ -55,13 +56,13 @@ def capture_calls(
     collected meanwhile: an earlier graph in it cannot be destroyed during a capture, and breaks that. Raises
     PassError if the capture fails.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
     try:
         with torch.cuda.stream(side):
             for _ in range(warm_ups):
                 body()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
         with _own_workspaces(), torch.cuda.graph(graph, capture_error_mode="thread_local"), collected_later():
@@ -69,8 +70,24 @@ def capture_calls(
         if keep_graph:
             graph.instantiate()
     except Exception as error:
+        torch.cuda.set_stream(current)  # PyTorch leaves its own
+        _let_random_numbers_be_drawn()
         raise PassError(f"the CUDA graph could not be captured: {first_line(error)}") from error
     return graph, outputs
+
+
+def _let_random_numbers_be_drawn() -> None:
+    """End what PyTorch takes for a capture that goes on: one that failed, until another has ended.
+
+    Until then the user's own `torch.randn(..., device="cuda")` raises "Offset increment outside graph capture
+    encountered unexpectedly", whatever the generator is given.
+    """
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros(1, device="cuda")
+    except Exception as error:
+        check_interrupted(error)
+        logger.warning("ampopt: after a failed capture nothing can be captured: %s", first_line(error))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.engines.cuda_graphs import CapturedGraph
-from ampopt.engines.graph_capture import ReplayedProgram
+from ampopt.engines.graph_capture import ReplayedProgram, capture_calls
 from ampopt.errors import PassError
 from ampopt.ir.lanes import FP32
 from ampopt.measure.entry import Verdict
@@ -213,9 +213,21 @@ def test_a_failed_capture_leaves_the_process_usable() -> None:
             make(program)
         torch.cuda.synchronize()
         assert not torch.cuda.is_current_stream_capturing()
+        torch.randn(3, device="cuda")  # PyTorch takes a failed capture for one that goes on
     good = net()
     assert close(module_of(good, image(), passes=PASSES)(image(seed=3)), expected(good, image(seed=3)))
     torch.randn(3, device="cuda")  # the generator is not registered with a dead graph
+
+
+def test_a_failed_capture_leaves_the_stream_and_the_random_numbers() -> None:
+    stream, x = torch.cuda.current_stream(), torch.randn(100, device="cuda")
+    state = torch.cuda.get_rng_state()
+    with pytest.raises(PassError, match="the CUDA graph could not be captured"):
+        capture_calls(lambda: (x[x > 0],))
+    assert torch.cuda.current_stream() == stream
+    drawn = torch.randn(3, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.randn(3, device="cuda"), drawn)
 
 
 def test_a_model_of_several_inputs_is_optimized() -> None:
