@@ -141,12 +141,19 @@ def _places(node: fx.Node) -> tuple[int, fx.Node] | None:
     if isinstance(listed, fx.Node) and listed.target in _SELECTED_OTHERWISE and len(sources) == 1:
         mask = listed.all_input_nodes[0]
         is_whole = [index.args[1] for index in indices] == list(range(_value(mask).dim()))
-        return (before, mask) if is_whole and _value(mask).dtype is torch.bool else None
-    is_mask = len(indices) == 1 and _value(indices[0]).dtype is torch.bool
-    return (before, indices[0]) if is_mask else None
+        return (before, mask) if is_whole and _is_mask_for(mask, node) else None
+    return (before, indices[0]) if len(indices) == 1 and _is_mask_for(indices[0], node) else None
 
 
-def has_same_shape(one: Tensor, other: Tensor) -> bool:
+def _is_mask_for(index: fx.Node, node: fx.Node) -> bool:
+    """Whether an index is of booleans; one on the CPU may index a tensor on a GPU, but not choose there."""
+    given, source = (each.meta.get("val") for each in (index, arguments(node)["self"]))
+    if not isinstance(given, Tensor) or not isinstance(source, Tensor):
+        return False
+    return given.dtype is torch.bool and given.device == source.device
+
+
+def _has_same_shape(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are known to have one shape, without a condition on sizes that vary."""
     if all(isinstance(size, int) for size in (*one.shape, *other.shape)):
         return one.shape == other.shape
@@ -168,7 +175,7 @@ def _same_places(one: fx.Node, other: fx.Node) -> bool:
     if mine is None or its is None or mine[0] != its[0] or not _is_same(mine[1], its[1]):
         return False
     sources = [arguments(node)["self"] for node in (one, other)]
-    return not any(map(_depends_on_values, sources)) and has_same_shape(*map(_value, sources))
+    return not any(map(_depends_on_values, sources)) and _has_same_shape(*map(_value, sources))
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -197,9 +204,7 @@ def _is_by_element(node: fx.Node, behind: int) -> bool:
     if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "aten":
         return False
     name = overload._schema.name.removeprefix("aten::").rstrip("_")
-    marked = (
-        torch.Tag.pointwise in overload.tags
-    )  # not all forms of an operator are: `max` of two, and of all
+    marked = torch.Tag.pointwise in overload.tags  # of `max`, the one of two tensors is
     if torch.Tag.nondeterministic_seeded in overload.tags or not (marked or name in _BY_ELEMENT):
         return False
     tensors = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.ir.graph import aten, calls
+from ampopt.passes import CudaGraph
 from tests.support.exporting import export, run
 from tests.support.planted import captured_of
 
@@ -258,3 +259,24 @@ def test_an_update_is_exported(name: str, tmp_path: Path) -> None:
             expected = model(x.clone())
         found = torch.from_numpy(run(tmp_path / "m.onnx", x)[0])
         torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_update_waits_for_no_host() -> None:
+    for update, is_captured in ((UPDATES["several"], True), (OTHERS["a_selection_alone"], False)):
+        model, x = _Model(update).eval().cuda(), X.cuda()
+        captured = captured_of(model, x)[1]
+        assert (CudaGraph().why_not(captured.program) is None) is is_captured
+        with torch.no_grad():
+            assert _same(model(2 * x), captured.program.graph(2 * x))
+
+
+@pytest.mark.gpu
+def test_a_mask_on_the_cpu_selects_on_a_gpu() -> None:
+    def update(m: _Model, x: Tensor, y: Tensor) -> None:
+        y[..., torch.arange(16) % 3 == 0] *= 2
+
+    model, x = _Model(update).eval().cuda(), X.cuda()
+    graph = captured_of(model, x)[1].program.graph
+    with torch.no_grad():
+        assert _same(model(2 * x), graph(2 * x))
