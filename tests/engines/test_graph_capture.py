@@ -45,6 +45,7 @@ class _Cuda:
             "Stream": lambda: _Stream("side", self.log),
             "current_stream": lambda device=None: _Stream("main", self.log),
             "stream": self.stream,
+            "set_stream": lambda stream: self.log.append(f"back on {stream.name}"),
             "synchronize": lambda: self.log.append("synchronize"),
             "CUDAGraph": self.graph,
             "graph": self.capture,
@@ -62,7 +63,7 @@ class _Cuda:
         yield
         self.log.append(f"off {stream.name}")
 
-    def graph(self, keep_graph: bool) -> _Graph:
+    def graph(self, keep_graph: bool = False) -> _Graph:
         self.log.append("graph to read" if keep_graph else "graph")
         return _Graph(self.log)
 

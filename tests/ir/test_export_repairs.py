@@ -68,5 +68,5 @@ def test_adaptive_max_pooling_is_of_tiles_where_pytorch_has_no_form_of_it(
     program = program_of(Model(lambda m, x: F.adaptive_max_pool2d(x, (2, 3))), x)
     formed = with_stable_forms(program.graph, (x,))
     assert any(calls(formed, [aten.max_pool2d_with_indices.default])) is in_tiles
-    assert any(calls(formed, [aten.adaptive_max_pool2d.default])) is not in_tiles
+    assert not any(calls(formed, [aten.adaptive_max_pool2d.default]))  # else it is of windows that differ
     assert torch.equal(formed(x)[0], F.adaptive_max_pool2d(x, (2, 3)))
