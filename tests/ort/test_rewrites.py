@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from ampopt.errors import BundleError
 from ampopt.ort import rewrites
