@@ -21,7 +21,7 @@ _DROPOUTS = {
 
 _IDENTITIES = {aten.alias.default, aten.detach.default}
 
-_VIEWS_AND_CASTS = {
+_VIEWS_COPIES_AND_CASTS = {
     aten.reshape.default,
     aten.view.default,
     aten.flatten.using_ints,
@@ -48,7 +48,7 @@ def _is_noop(node: fx.Node, source: fx.Node) -> bool:
         return arguments(node)["train"] is False
     if node.target in _IDENTITIES:
         return True
-    if node.target not in _VIEWS_AND_CASTS or _copies_for_the_caller(node, source):
+    if node.target not in _VIEWS_COPIES_AND_CASTS or _copies_for_the_caller(node, source):
         return False
     if node.target is aten.clone.default and node.kwargs.get("memory_format") is not None:
         return False  # it may stand before what reads memory, of which another pass may change the layout
@@ -72,7 +72,7 @@ def _copies_for_the_caller(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    if node.target not in _VIEWS_AND_CASTS:
+    if node.target not in _VIEWS_COPIES_AND_CASTS:
         return False
     return node.target in _COPIES or bool(arguments(node).get("copy"))
 
@@ -89,8 +89,9 @@ class RemoveInferenceNoops(Pass):
     no-ops are not examined.
     Correct because: dropout is defined as the identity outside training. A view that keeps shape and
     strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
-    and a cast to the dtype and device that are there already keeps every bit. The graph is functional, so it
-    does not matter that a copy and its source become one tensor. Whatever no output depends on has no effect.
+    and a copy, or a cast to the dtype and device that are there already, keeps every bit. The graph is
+    functional, so it does not matter that a copy and its source become one tensor. Whatever no output
+    depends on has no effect.
     Cost: one run on the example inputs, which tells the shapes; what was told ahead of it must come true.
     """
 

@@ -111,8 +111,12 @@ def _wide(call: Call, source: fx.Node) -> Any:
     return call(aten._to_copy.default, source, dtype=torch.float32) if is_half else source
 
 
+_BY_ROW = (aten._to_copy.default, aten.clone.default, aten.linear.default, aten.layer_norm.default)
+"""Operators beside those of single elements whose result has as many rows as their argument."""
+
+
 def _is_selected(node: fx.Node) -> bool:
-    """Whether a tensor comes of an index by a mask, so that it may be without elements."""
+    """Whether a tensor comes of an index by a mask, row by row, so that it may be without elements."""
     seen, todo = {node}, [node]
     while todo:
         source = todo.pop()
@@ -120,8 +124,13 @@ def _is_selected(node: fx.Node) -> bool:
             indices = [index for index in source.args[1] if isinstance(index, fx.Node)]  # type: ignore[union-attr]
             if any(index.op != "get_attr" and dtype_of(index) is torch.bool for index in indices):
                 return True
-        todo += (new := set(source.all_input_nodes) - seen)
-        seen |= new
+        overload = source.target
+        if overload in _BY_ROW or (
+            isinstance(overload, torch._ops.OpOverload)
+            and (torch.Tag.pointwise in overload.tags or overload.is_view)
+        ):
+            todo += (new := set(source.all_input_nodes) - seen)
+            seen |= new
     return False
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampopt.ir.graph import calls
+from ampopt.ir.graph import aten, calls
 from ampopt.ir.part_forms import FORMS
+from ampopt.ir.stable_forms import with_stable_forms
 from tests.helpers import Model, program_of
 from tests.support.exporting import export, run
 
@@ -94,6 +95,19 @@ def test_a_batch_may_vary(function: Callable[..., Any], tmp_path: Path) -> None:
     export(Model(forward), tmp_path / "m.onnx", X, dynamic={"inputs_0": {0: "batch"}})
     x = torch.randn(5, 3, 5, 7)
     torch.testing.assert_close(torch.from_numpy(run(tmp_path / "m.onnx", x)[0]), forward(None, x))
+
+
+def test_a_mean_of_all_pixels_behind_an_update_by_a_mask_stays_one_of_rows() -> None:
+    """The sum of 12,544 numbers one after another, which ONNX Runtime makes of it, loses four digits."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x - x[x > 0].mean()
+        y[y < 0] = y[y < 0] - y[y < 0].mean()
+        return y.mean((2, 3))
+
+    x = torch.randn(1, 2, 112, 112)
+    formed = with_stable_forms(program_of(Model(forward), x).graph, (x,))
+    assert [node.args[1] for node in calls(formed, [aten.mean.dim])] == [[-1], [-2, -1]]
 
 
 def test_every_form_is_used_by_one_of_these() -> None:
