@@ -52,11 +52,12 @@ def test_where_eager_overflows_the_limit_is_that_of_its_rounding_without_its_ran
     assert 2.0**-10 <= check.limit < 5e-3
 
 
-def test_a_program_that_keeps_what_overflows_is_within_that_limit() -> None:
+def test_a_program_that_keeps_what_overflows_in_fp32_is_within_that_limit() -> None:
     original, captured = captured_of(overflowing.one_branch(), torch.randn(IMAGE))
-    verifier = Verifier(original, captured)
-    program = KeepFp32().apply(FP16.start(captured.program)).program
-    assert verifier.check(program.run, FP16).passed
+    verifier, program = Verifier(original, captured), FP16.start(captured.program)
+    found = KeepFp32().apply(program).replay  # bfloat16, where that is faster, has an error of 3e-3
+    assert isinstance(found, KeepFp32)
+    assert verifier.check(found.in_fp32().apply(program).program.run, FP16).passed
 
 
 @pytest.mark.parametrize("factor", [0.02, 0.3, 0.95])
