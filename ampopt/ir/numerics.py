@@ -144,24 +144,35 @@ def may_be_regions(example: Tensor) -> bool:
     return bool(((images >= 0) & (images == images.round()) & images.isfinite()).all())
 
 
+SPAN = 65_521
+"""The number of random changes for a longer tensor on a processor: a prime, which no size divides."""
+
+
 def rounded_anew(
     tensor: Tensor, dtype: torch.dtype, generator: torch.Generator, roundings: float = 1.0
 ) -> Tensor:
     """A tensor with every real or imaginary part changed at random by up to `roundings` roundings to `dtype`.
 
     The result has the tensor's own dtype; one rounding is at most machine epsilon / 2 of the value. Integers
-    and booleans stay. The random numbers are made on the generator's device: for all weights of a network a
-    processor needs seconds.
+    and booleans stay. The random numbers are made on the generator's device; a processor makes `SPAN` of them
+    for a tensor, and uses them again along its memory.
     """
     if tensor.is_complex():
         parts = torch.view_as_real(tensor.resolve_conj())
         return torch.view_as_complex(rounded_anew(parts, dtype, generator, roundings))
     if not tensor.is_floating_point():
         return tensor
-    half = roundings * torch.finfo(dtype).eps / 2
-    where = generator.device
-    noise = (torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=where) * 2 - 1) * half
-    return (tensor.double() * (1 + noise.to(tensor.device))).to(tensor.dtype)
+    half, where = roundings * torch.finfo(dtype).eps / 2, generator.device
+    is_long = tensor.numel() > SPAN and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    shape = (SPAN,) if is_long else tensor.shape
+    noise = (torch.rand(shape, generator=generator, dtype=torch.float64, device=where) * 2 - 1) * half
+    factors = 1 + noise.to(tensor.device)
+    if not is_long:
+        return (tensor.double() * factors).to(tensor.dtype)
+    found = tensor.clone()  # dense in memory, in the tensor's order
+    for part in found.as_strided((found.numel(),), (1,)).split(SPAN):
+        part.copy_(part.double() * factors[: part.numel()])
+    return found
 
 
 def roundings_of_sums(dtype: torch.dtype, seed: int = 2) -> float:

@@ -153,7 +153,7 @@ class FaultCheck:
     def _moves(self, lane: Lane, draw: Draw, index: int, least: float) -> bool:
         """Whether rounding alone changes as much of what is finite in an output."""
         exact = self._original.reference(draw)
-        for moved in self._original.runs_rounded_anew(lane, ROUNDINGS_TO_SEE, within=True):
+        for moved in self._original.runs_rounded_anew(lane, range(ROUNDINGS_TO_SEE), within=True):
             with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
                 if finite_errors(self._original.steps(moved, draw), exact)[index] >= least:
                     return True
@@ -168,7 +168,7 @@ class FaultCheck:
         first = masks.unexplained(found)
         if not first:
             return masks
-        moving = self._original.runs_rounded_anew(lane, ROUNDINGS_OF_FAULTS, within=True)
+        moving = self._original.runs_rounded_anew(lane, range(ROUNDINGS_OF_FAULTS), within=True)
         rounded, runs = self._rounded.setdefault((lane, draw.name), (masks, enumerate(moving, start=1)))
         while left := rounded.unexplained(found):
             if rounded.roundings >= ROUNDINGS_TO_SEE and 2 * left > first:

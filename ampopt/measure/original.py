@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -142,13 +142,13 @@ class Original:
     def runs_rounded_anew(
         self,
         lane: Lane,
-        times: int,
+        seeds: Iterable[int],
         *,
         within: bool = False,
         unlimited: bool = False,
         roundings: float | None = None,
     ) -> Iterator[Run]:
-        """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times.
+        """Eager with weights and inputs rounded anew, and `within` all that it computes; once for each seed.
 
         `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype. `roundings`: the
         number for each result within (None: see `roundings_of_sums`); with 0 sums alone change. All are of
@@ -157,7 +157,7 @@ class Original:
         """
         model = private_copy(self._model)
         eager = self.eager(FP32 if unlimited else lane, model)
-        for seed in range(times):
+        for seed in seeds:
             generator = torch.Generator(self.device).manual_seed(seed)
             with torch.no_grad():
                 for tensor, own in zip(_weights(model), _weights(self._model), strict=True):
