@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from ampopt.engines.onnx_decompositions import decomposed_by_node
 from ampopt.engines.onnx_names import move_weights_apart
 from ampopt.engines.onnx_pool_sizes import round_sizes_down
 from ampopt.engines.onnx_registry import registry_kept
@@ -99,6 +100,7 @@ def model_of(
             tried_where_they_begin(),
             last_match_freed(),
             registry_kept(),
+            decomposed_by_node(),
             without_stacks(),
         ):
             result = torch.onnx.export(
