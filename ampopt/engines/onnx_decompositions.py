@@ -48,7 +48,8 @@ def _decompose(program: ExportedProgram, table: Mapping[Any, Any]) -> bool:
     """Decompose a program in place; False, and nothing is changed, where that takes a trace."""
     if any(each.kind is not OutputKind.USER_OUTPUT for each in program.graph_signature.output_specs):
         return False
-    nodes = [node for node in program.graph.nodes if node.op != "output"]
+    no_values = ("output", aten._assert_tensor_metadata.default)  # the exporter leaves assertions out
+    nodes = [node for node in program.graph.nodes if not {node.op, node.target}.intersection(no_values)]
     if not all(_is_fixed(node) for node in nodes):
         return False
     called = [node for node in nodes if node.op != "placeholder"]
@@ -75,13 +76,13 @@ def _stays(node: fx.Node, table: Mapping[Any, Any]) -> bool:
         return True
     if not isinstance(target, OpOverload) or target in table or target._schema.is_mutable:
         return False
-    return not target.has_kernel_for_dispatch_key(COMPOSITE) or target in _preserved()
+    return target in _decomposable() or not target.has_kernel_for_dispatch_key(COMPOSITE)
 
 
 @functools.cache
-def _preserved() -> frozenset[Any]:
-    """The composed operators that PyTorch leaves whole where it is not told to decompose them."""
-    return frozenset(torch.export.default_decompositions().keys())
+def _decomposable() -> frozenset[Any]:
+    """The operators that the exporter has decompositions of; it leaves out those of what ONNX has."""
+    return frozenset((*torch.export.default_decompositions().keys(), *torch._decomp.decomposition_table))
 
 
 def _always(_: fx.Node) -> bool:
@@ -112,6 +113,10 @@ def _view(node: fx.Node) -> None:
         options = {"memory_format": torch.contiguous_format}
         source = _insert_before(node, given.contiguous(), aten.clone.default, source, **options)
     _become(node, aten.view.default, source, shape)
+
+
+def _expand(node: fx.Node) -> None:
+    _become(node, aten.expand.default, arguments(node)["self"], list(node.meta["val"].shape))
 
 
 def _is_of_rows(node: fx.Node) -> bool:
@@ -173,6 +178,7 @@ RULES: Mapping[Any, Rule] = {
     **dict.fromkeys((aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int), (_always, _view)),
     **dict.fromkeys((aten.dropout.default, aten.feature_dropout.default), (_drops_nothing, _repeat)),
     **dict.fromkeys((aten.swapaxes.default, aten.swapdims.default), (_always, _swap)),
+    aten.expand_as.default: (_always, _expand),
     aten.lift_fresh_copy.default: (_always, _repeat),
     aten.to.dtype: (_always, _cast),
     aten.chunk.default: (_always, _split),
