@@ -53,11 +53,11 @@ def _decompose(program: ExportedProgram, table: Mapping[Any, Any]) -> bool:
     if not all(_is_fixed(node) for node in nodes):
         return False
     called = [node for node in nodes if node.op != "placeholder"]
-    simple = [node for node in called if node.target in RULES and RULES[node.target][0](node)]
+    simple = [node for node in called if _is_simple(node, table)]
     if not all(_stays(node, table) for node in set(called).difference(simple)):
         return False
     for node in simple:
-        RULES[node.target][1](node)
+        RULES[node.target][-1](node)
     program.graph_module.recompile()
     return True
 
@@ -67,6 +67,12 @@ def _is_fixed(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return all(isinstance(each, Tensor) and all(type(n) is int for n in each.shape) for each in values)
+
+
+def _is_simple(node: fx.Node, table: Mapping[Any, Any]) -> bool:
+    """Whether a call is one that `RULES` decompose into what ONNX has."""
+    may, made, _ = RULES.get(node.target, (None, None, None))
+    return may is not None and made not in table and may(node)
 
 
 def _stays(node: fx.Node, table: Mapping[Any, Any]) -> bool:
@@ -172,17 +178,21 @@ def _normalize(node: fx.Node) -> None:
     _become(node, operator.getitem, made, 0)
 
 
-Rule = tuple[Callable[[fx.Node], bool], Callable[[fx.Node], None]]
+Rule = tuple[Callable[[fx.Node], bool], Any, Callable[[fx.Node], None]]
+
+_VIEW: Rule = (_always, aten.view.default, _view)
+_SWAP: Rule = (_always, aten.transpose.int, _swap)
+_REPEAT: Rule = (_drops_nothing, aten.clone.default, _repeat)
 
 RULES: Mapping[Any, Rule] = {
-    **dict.fromkeys((aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int), (_always, _view)),
-    **dict.fromkeys((aten.dropout.default, aten.feature_dropout.default), (_drops_nothing, _repeat)),
-    **dict.fromkeys((aten.swapaxes.default, aten.swapdims.default), (_always, _swap)),
-    aten.expand_as.default: (_always, _expand),
-    aten.lift_fresh_copy.default: (_always, _repeat),
-    aten.to.dtype: (_always, _cast),
-    aten.chunk.default: (_always, _split),
-    aten.contiguous.default: (_is_of_rows, _copy_rows),
-    aten.batch_norm.default: (_has_statistics, _normalize),
+    **dict.fromkeys((aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int), _VIEW),
+    **dict.fromkeys((aten.swapaxes.default, aten.swapdims.default), _SWAP),
+    **dict.fromkeys((aten.dropout.default, aten.feature_dropout.default), _REPEAT),
+    aten.lift_fresh_copy.default: (_always, aten.clone.default, _repeat),
+    aten.expand_as.default: (_always, aten.expand.default, _expand),
+    aten.to.dtype: (_always, aten._to_copy.default, _cast),
+    aten.chunk.default: (_always, aten.split.Tensor, _split),
+    aten.contiguous.default: (_is_of_rows, aten.clone.default, _copy_rows),
+    aten.batch_norm.default: (_has_statistics, aten._native_batch_norm_legit_no_training.default, _normalize),
 }
-"""For simple operators that a trace decomposes, which calls of them are, and what makes that of a call."""
+"""For simple operators that a trace decomposes: which calls are simple, what they become, and how."""
