@@ -1,7 +1,4 @@
-"""The kernels against PyTorch's operators in float64, in Triton's interpreter on the CPU.
-
-Another process runs all cases in the interpreter, see `tests.support.interpreted`.
-"""
+"""The kernels against PyTorch's operators in float64, on a GPU; `test_interpreted` has them on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from torch import Tensor
 from ampopt.ir.numerics import relative_error
 from ampopt.kernels.conv_tiles import Operands
 from ampopt.kernels.fused_conv import ACTIVATIONS, Tile, fused_conv, reference
-from tests.support.interpreted import ANY, Found, interpreted, print_all
 
 CHANNELS_LAST = torch.channels_last
 LIMITS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -123,7 +119,7 @@ CASES: dict[str, Case] = {
     "wide stem": Case("dense:16:16:32:1:4:2:ieee", (1, 3, 9, 10), 8, (7, 7), (2, 2), (3, 3), act1="relu"),
     "wide stem in parts": Case("dense:16:16:32:4:4:2:ieee", (1, 3, 9, 7), 8, (5, 3), (2, 1), (2, 0)),
     "a stem that is no run": Case(input=(1, 3, 6, 7), outs=8, taps=(3, 3), dilation=(1, 2)),
-    "more parts than sums": Case("dense:16:16:16:16:4:2:ieee", input=(1, 24, 3, 3), outs=40, act1="relu"),
+    "more parts than sums": Case("dense:16:16:16:5:4:2:ieee", input=(1, 24, 3, 3), outs=20, act1="relu"),
     "parts": Case(SPLIT, input=(2, 20, 3, 5), outs=24, taps=(2, 2), act1="silu", act2="relu", add=True),
     "parts without a bias": Case(SPLIT, bias=False),
     "sizes that no tile divides": Case("dense:32:16:32:1:4:2:ieee", (1, 19, 5, 7), 21, (2, 3)),
@@ -138,7 +134,7 @@ CASES: dict[str, Case] = {
         DEPTHWISE, (2, 12, 3, 3), 12, (7, 5), (2, 1), (3, 4), (1, 2), groups=12, act1="silu"
     ),
     "depthwise, a row at a time, in float16": Case(
-        DEPTHWISE, (1, 8, 3, 4), 8, (9, 9), padding=(4, 4), groups=8, add=True, dtype=torch.float16
+        DEPTHWISE, (1, 8, 2, 3), 8, (9, 9), padding=(4, 4), groups=8, add=True, dtype=torch.float16
     ),
     "depthwise by the dense kernel": Case(input=(1, 4, 3, 3), outs=4, taps=(2, 2), groups=4),
     "vector": Case(VECTOR, (3, 70, 1, 1), 20, act1="sigmoid"),
@@ -205,27 +201,9 @@ def _cases(draw: st.DrawFn) -> Case:
     max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 @given(_cases())
-def _any_case_is_right(case: Case) -> None:
+def any_case_is_right(case: Case) -> None:
+    """Check drawn cases, on the CPU."""
     assert case.error() <= 1, case
-
-
-@pytest.fixture(scope="module")
-def found() -> Found:
-    """What the kernels made of all cases."""
-    return interpreted("tests.kernels.test_triton_kernels")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_a_kernel_computes_what_pytorch_does(name: str, found: Found) -> None:
-    error = found[name]
-    assert isinstance(error, float), error
-    assert error <= 1
-
-
-@pytest.mark.slow
-def test_kernels_are_right_for_any_geometry(found: Found) -> None:
-    assert ANY not in found, found[ANY]
 
 
 @pytest.mark.gpu
@@ -245,7 +223,3 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
     """The tensor with its strides and its place in its storage, on another device."""
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return torch.as_strided(storage.to(device), tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-if __name__ == "__main__":
-    print_all(CASES, _any_case_is_right)

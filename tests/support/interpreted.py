@@ -28,10 +28,18 @@ class HasError(Protocol):
         """The error as a share of the limit."""
 
 
-def print_all(cases: Mapping[str, HasError], drawn: Callable[[], None]) -> None:
-    """Print what becomes of the cases, and of those that `drawn` draws, as JSON."""
+Kernel = tuple[Mapping[str, HasError], Callable[[], None]]
+"""Cases of a kernel, and a function that draws others and fails where one is wrong."""
+
+
+def print_all(kernels: Mapping[str, Kernel]) -> None:
+    """Print what becomes of all cases, by kernel, as JSON."""
     torch.set_num_threads(1)
     read_numbers_of_one_element()
+    print(json.dumps({name: _found(*kernel) for name, kernel in kernels.items()}))
+
+
+def _found(cases: Mapping[str, HasError], drawn: Callable[[], None]) -> Found:
     found: Found = {}
     for name, case in cases.items():
         try:
@@ -42,7 +50,7 @@ def print_all(cases: Mapping[str, HasError], drawn: Callable[[], None]) -> None:
         drawn()
     except BaseException as error:
         found[ANY] = "\n".join([repr(error), *getattr(error, "__notes__", [])])
-    print(json.dumps(found))
+    return found
 
 
 def read_numbers_of_one_element() -> None:
@@ -61,13 +69,13 @@ def read_numbers_of_one_element() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def interpreted(module: str) -> Found:
-    """What a module of tests prints in a process of its own; skips the test where Triton is missing."""
+def interpreted(module: str) -> dict[str, Found]:
+    """By kernel, what a module prints in a process of its own; skips the test where Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     environment, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
     command = [sys.executable, "-m", module]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    result: Found = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Found] = json.loads(done.stdout.splitlines()[-1])
     return result
