@@ -46,7 +46,7 @@ class _Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.linear = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5)
+        self.conv, self.norm, self.linear = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Linear(16, 9)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.norm(self.conv(x)).relu()
@@ -251,11 +251,11 @@ def test_it_keeps_nan(lane: Lane) -> None:
         return results
 
     members = {
-        "convs": nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in BOUNDED),
-        "others": nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in BOUNDED),
-        "linears": nn.ModuleList(nn.Linear(8, 8) for _ in BOUNDED),
-    }
-    model, x = Model(forward, **members), torch.randn(1, 8, 8, 8)
+        "convs": nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in BOUNDED),
+        "others": nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in BOUNDED),
+        "linears": nn.ModuleList(nn.Linear(16, 16) for _ in BOUNDED),
+    }  # a bias of up to 8 numbers would be a kernel of its own
+    model, x = Model(forward, **members), torch.randn(1, 16, 8, 8)
     program = program_of(model, x, lane=lane, on_top_of=[BakeAutocast()])
     result = Compile().apply(program)
     check_keeps_nan(result.program, model, [x], lane)
