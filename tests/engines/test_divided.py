@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ampopt.engines.cuts import LEAST_CALLS, MOST_UNEVEN
 from ampopt.engines.divided import Chain, divided, forget_pieces
@@ -131,9 +131,14 @@ class Rounds(nn.Module):
         return x
 
 
+def many_rounds() -> nn.Module:
+    """A loop whose rounds read six volumes."""
+    return Rounds(40, 6)
+
+
 def test_what_each_round_of_a_long_loop_reads_may_cross_all_cuts() -> None:
-    rounds, volumes = 30, 6
-    program = program_of(Rounds(rounds, volumes), image())
+    rounds, volumes = 40, 6
+    program = copied(many_rounds)
     division = divided(program, 2)
     assert division is not None
     assert [len(piece.inputs) for piece in division.pieces] == [1, 1 + volumes]
@@ -143,7 +148,7 @@ def test_what_each_round_of_a_long_loop_reads_may_cross_all_cuts() -> None:
 
 
 def test_a_cut_is_near_the_middle_of_a_long_graph_though_fewer_tensors_cross_elsewhere() -> None:
-    program = program_of(Rounds(40, 6), image())
+    program = copied(many_rounds)
     division = divided(program, 2)
     assert division is not None
     sizes = [sum(1 for _ in calls(piece.graph)) for piece in division.programs]
@@ -257,15 +262,15 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.integers(0, 3), min_size=24, max_size=36), st.integers(2, 4))
 @pytest.mark.usefixtures("small_pieces")
 def test_any_chain_of_calls_with_skips(kinds: list[int], count: int) -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        kept = [x]
-        for kind in kinds:
-            y = kept[-1]
-            new = (y + 1, y * kept[-min(kind + 1, len(kept))], y.sigmoid(), y.flip(2))[kind]
-            kept.append(new.tanh() if kind == 1 else new)
-        return kept[-1]
-
-    program = program_of(Model(forward), image())
+    graph = fx.Graph()
+    kept = [graph.placeholder("x")]
+    for kind in kinds:
+        skipped = kept[-min(kind + 1, len(kept))]
+        target = (aten.add.Tensor, aten.mul.Tensor, aten.sigmoid.default, aten.flip.default)[kind]
+        new = graph.call_function(target, (kept[-1], *((1,), (skipped,), (), ([2],))[kind]))
+        kept.append(graph.call_function(aten.tanh.default, (new,)) if kind == 1 else new)
+    graph.output((kept[-1],))
+    program = captured_once(nn.Sigmoid, image).replace(graph=fx.GraphModule({}, graph))
     division = divided(program, count)
     assume(division is not None)
     assert division is not None
