@@ -28,6 +28,7 @@ from ampopt.ir.lane_io import LaneIO, original_of
 from ampopt.ir.lifted_state import ARGUMENT, Attribute, LiftedState, with_state
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.model_stacks import stacks_within_models
 from ampopt.ir.model_state import Behaviour, behaviour_of
 from ampopt.ir.normal_form import is_normal, normal_form, why_not_normal
 from ampopt.ir.obstacles import obstacle
@@ -88,7 +89,7 @@ def _export(
         model, kwargs = with_state(working_copy(state.model), state), {**kwargs, ARGUMENT: state.initial}
     elif isinstance(model, torch.jit.ScriptModule):  # which torch.export itself refuses
         return export_script(model, args, kwargs)
-    with shown_as_under_autocast():
+    with shown_as_under_autocast(), stacks_within_models():
         if state is None and scripted_submodules(model):
             with contextlib.suppress(AttributeError):  # the model reads more of one than its results
                 frozen = with_frozen_scripts(working_copy(model))

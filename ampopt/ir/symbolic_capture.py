@@ -18,6 +18,7 @@ from ampopt.ir.graph import aten, calls, finish
 from ampopt.ir.lane_io import original_call
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.model_stacks import stacks_within_models
 from ampopt.ir.settings import plain_world
 from ampopt.ir.signature import flatten_call, tensors_of
 from ampopt.ir.size_range import Sizes, ranges_of
@@ -44,7 +45,8 @@ def capture_symbolic(
     device = captured.program.device
     with capturing(), plain_world(device), untouched_rng(device):
         specification = shapes.dynamic_shapes(model, args, kwargs)
-        exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
+        with stacks_within_models():
+            exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
         if any(isinstance(spec.arg, SymIntArgument) for spec in exported.graph_signature.output_specs):
             raise CaptureError("its result holds a number that depends on the sizes")
         graph = lower(exported)
