@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampopt
 from ampopt.ir.outside import Code, variables_kept
+from tests.support.cases import CEILINGS
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -101,6 +102,13 @@ def held(request: pytest.FixtureRequest) -> Iterator[None]:
     global HELD
     yield
     HELD = None
+
+
+@pytest.fixture
+def brief(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few calls are enough for what they leave behind."""
+    monkeypatch.setattr("ampopt.diagnosing.ceilings_of", lambda *_: CEILINGS)
+    monkeypatch.setattr("ampopt.diagnosis.examine.EAGER_S", 0.1)
 
 
 @pytest.mark.usefixtures("held")
@@ -212,7 +220,7 @@ def _note(module: nn.Module, args: Any, result: Tensor) -> None:
     HELD.append(result)
 
 
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("held", "brief")
 @pytest.mark.parametrize("work", [ampopt.optimize, ampopt.diagnose])
 def test_a_hook_that_keeps_its_layers_results_has_kept_those_of_the_users_calls(
     work: Callable[..., object],
@@ -287,7 +295,7 @@ class Refusing:
         raise RuntimeError("working outside of request context")
 
 
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("held", "brief")
 def test_an_object_that_cannot_be_looked_at_is_no_reason_to_fail() -> None:
     global HELD
     HELD = Refusing()
@@ -311,6 +319,7 @@ def _of_a_class_by_equals(x: Tensor) -> None:
     Kept.held = torch.where(x.sum() == 7e6, x, Kept.held)
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(
     ("work", "write"),
     [
