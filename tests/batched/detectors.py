@@ -21,13 +21,13 @@ SIZES = {"min_size": 64, "max_size": 96}
 
 
 class Pyramid(nn.Module):
-    """Feature maps of three levels, by name."""
+    """Feature maps of some levels, by name."""
 
-    def __init__(self, channels: int = 8) -> None:
+    def __init__(self, levels: int, channels: int = 8) -> None:
         super().__init__()
         self.out_channels: int | list[int] = channels
         self.first = nn.Conv2d(3, channels, 3, 4, 1)
-        self.more = nn.ModuleList([nn.Conv2d(channels, channels, 3, 2, 1) for _ in range(2)])
+        self.more = nn.ModuleList([nn.Conv2d(channels, channels, 3, 2, 1) for _ in range(levels - 1)])
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         found = [torch.tanh(self.first(x))]
@@ -36,49 +36,59 @@ class Pyramid(nn.Module):
         return {str(place): each for place, each in enumerate(found)}
 
 
-def _anchors(ratios: int) -> AnchorGenerator:
-    return AnchorGenerator(((8, 12), (16, 24), (32, 48)), ((0.5, 1.0, 2.0)[:ratios],) * 3)
+def _anchors(levels: int) -> AnchorGenerator:
+    return AnchorGenerator(((8, 12), (16, 24), (32, 48))[:levels], ((0.5, 1.0, 2.0),) * levels)
 
 
-def _ssd() -> nn.Module:
-    boxes = DefaultBoxGenerator([[2], [2, 3], [2]], min_ratio=10, max_ratio=80)
-    backbone = Pyramid()
-    backbone.out_channels = [8, 8, 8]
+def _pool(levels: int, size: int) -> MultiScaleRoIAlign:
+    return MultiScaleRoIAlign([str(level) for level in range(levels)], size, 2)
+
+
+def _ssd(levels: int) -> nn.Module:
+    boxes = DefaultBoxGenerator([[2], [2, 3], [2]][:levels], min_ratio=10, max_ratio=80)
+    backbone = Pyramid(levels)
+    backbone.out_channels = [8] * levels
     model: nn.Module = SSD(backbone, boxes, (64, 64), CLASSES, topk_candidates=40, detections_per_img=50)
     return model
 
 
-def _of_regions(kind: Callable[..., nn.Module], **options: Any) -> nn.Module:
-    pool = MultiScaleRoIAlign(["0", "1", "2"], 3, 2)
+def _of_regions(kind: Callable[..., nn.Module], levels: int, **options: Any) -> nn.Module:
     counts = {"rpn_pre_nms_top_n_test": 60, "rpn_post_nms_top_n_test": 40, "box_detections_per_img": 30}
     head, predictor = TwoMLPHead(8 * 9, WIDTH), FastRCNNPredictor(WIDTH, CLASSES)
-    boxes = {"box_roi_pool": pool, "box_head": head, "box_predictor": predictor}
-    own = {"rpn_anchor_generator": _anchors(3), **boxes, **counts, **SIZES, **options}
-    return kind(Pyramid(), **own)
+    boxes = {"box_roi_pool": _pool(levels, 3), "box_head": head, "box_predictor": predictor}
+    own = {"rpn_anchor_generator": _anchors(levels), **boxes, **counts, **SIZES, **options}
+    return kind(Pyramid(levels), **own)
 
 
-KINDS: dict[str, Callable[[], nn.Module]] = {
+KINDS: dict[str, Callable[[int], nn.Module]] = {
     "ssd": _ssd,
-    "faster": lambda: _of_regions(FasterRCNN),
-    "mask": lambda: _of_regions(
+    "faster": lambda levels: _of_regions(FasterRCNN, levels),
+    "mask": lambda levels: _of_regions(
         MaskRCNN,
-        mask_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2),
+        levels,
+        mask_roi_pool=_pool(levels, 4),
         mask_head=MaskRCNNHeads(8, (16,), 1),
         mask_predictor=MaskRCNNPredictor(16, 16, CLASSES),
     ),
-    "keypoint": lambda: _of_regions(
+    "keypoint": lambda levels: _of_regions(
         KeypointRCNN,
-        keypoint_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2),
+        levels,
+        keypoint_roi_pool=_pool(levels, 4),
         keypoint_head=KeypointRCNNHeads(8, (16,)),
         keypoint_predictor=KeypointRCNNPredictor(16, num_keypoints=3),
     ),
-    "retinanet": lambda: RetinaNet(
-        Pyramid(), CLASSES, anchor_generator=_anchors(3), topk_candidates=80, detections_per_img=30, **SIZES
-    ),
-    "fcos": lambda: FCOS(
-        Pyramid(32),
+    "retinanet": lambda levels: RetinaNet(
+        Pyramid(levels),
         CLASSES,
-        anchor_generator=AnchorGenerator(((8,), (16,), (32,)), ((1.0,),) * 3),
+        anchor_generator=_anchors(levels),
+        topk_candidates=80,
+        detections_per_img=30,
+        **SIZES,
+    ),
+    "fcos": lambda levels: FCOS(
+        Pyramid(levels, 32),
+        CLASSES,
+        anchor_generator=AnchorGenerator(((8,), (16,), (32,))[:levels], ((1.0,),) * levels),
         topk_candidates=80,
         detections_per_img=30,
         **SIZES,
@@ -86,11 +96,11 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def detector(kind: str, threshold: float | None = None) -> nn.Module:
-    """One with random weights; `threshold` is its least score."""
+def detector(kind: str, threshold: float | None = None, levels: int = 3) -> nn.Module:
+    """One with random weights; `threshold` is its least score, `levels` the number of its feature maps."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = KINDS[kind]().eval()
+        model = KINDS[kind](levels).eval()
         for parameter in model.parameters():
             nn.init.normal_(parameter, std={2: 0.12, 4: 0.15}.get(parameter.dim(), 0.3))
     if threshold is not None:

@@ -18,12 +18,18 @@ from ampopt.passes.fold_constants import FoldConstants
 from ampopt.search import forms, regions
 from ampopt.search.forms import form_of
 from ampopt.search.whole_check import WholeCheck
-from tests.batched.detectors import detector, images
+from tests.batched import detectors
+from tests.batched.detectors import images
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 CPU = torch.device("cpu")
 SSD = ("torchvision.models.detection.ssd", "SSD", "postprocess_detections")
+
+
+def detector(kind: str) -> nn.Module:
+    """One with two feature maps: each more is captured and traced several times."""
+    return detectors.detector(kind, levels=2)
 
 
 def check_of(model: nn.Module) -> WholeCheck:
