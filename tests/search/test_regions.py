@@ -218,7 +218,7 @@ def faster_rcnn() -> nn.Module:
     torch.manual_seed(0)
     options: dict[str, Any] = {"box_score_thresh": 0.0, "rpn_score_thresh": 0.0}
     options |= {"box_detections_per_img": 10, "rpn_post_nms_top_n_test": 50}
-    options |= {"weights": None, "weights_backbone": None}
+    options |= {"weights": None, "weights_backbone": None, "min_size": 96}
     model: Any = detection.fasterrcnn_mobilenet_v3_large_320_fpn(**options).eval()
     # A head as that of `keypointrcnn_resnet50_fpn`, whose eight layers of 512 take long.
     model.roi_heads.keypoint_roi_pool = MultiScaleRoIAlign(["0", "1"], output_size=14, sampling_ratio=2)
