@@ -291,7 +291,9 @@ def test_times_that_vary_too_much_are_a_note() -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_diagnosis() -> None:
+def test_a_whole_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.examine.EAGER_S", 0.3)
+    monkeypatch.setattr(cold_calls, "IDLE_S", 0.01)
     model = several_kinds()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = ampopt.diagnose(model, X, batches=(1, 2), budget_s=90, progress=False)

@@ -35,8 +35,8 @@ from tests.support.planted import captured_of
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-        self.deep, self.last = nn.Conv2d(8, 8, 3, groups=8), nn.Linear(8, 4)
+        self.conv, self.norm = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
+        self.deep, self.last = nn.Conv2d(16, 16, 3, groups=16), nn.Linear(16, 9)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(x)).relu()
@@ -129,8 +129,8 @@ def test_code_of_a_graph_that_was_sent_names_the_nodes_of_the_one_that_is_here()
 @pytest.mark.slow
 def test_code_that_equal_pieces_share_names_the_nodes_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ampopt.engines.divided.LEAST_CALLS", 2)
-    convs = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))).eval()
-    program = program_of(convs, torch.randn(1, 8, 8, 8))
+    convs = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))).eval()
+    program = program_of(convs, torch.randn(1, 16, 8, 8))
     division = divided(program, 2)
     assert division is not None
     engines: list[Any] = [Compile().apply(piece).program.engine for piece in division.programs]
@@ -240,6 +240,7 @@ def test_a_diagnosis_with_the_optimized_module(monkeypatch: pytest.MonkeyPatch) 
     recipe = Recipe(FP32, (FoldConvBn(), OnnxRuntime(session=())))
     fast = ampopt.OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
     monkeypatch.setattr("ampopt.diagnosing.ceilings_of", lambda *_: CEILINGS)
+    monkeypatch.setattr("ampopt.diagnosis.examine.EAGER_S", 0.3)
     monkeypatch.setattr("ampopt.diagnosis.findings.cold_calls.IDLE_S", 0.01)
     found = ampopt.diagnose(model, x, optimized=fast, budget_s=60, progress=False)
     assert OPTIMIZED in found.latency
