@@ -72,13 +72,19 @@ def test_windows_are_pytorchs_at_every_size(dtype: torch.dtype, tmp_path: Path) 
                     )
 
 
-@pytest.mark.parametrize("name", [
-    "maxima", "maxima of tiles", "maxima of a row", "means of a volume", "maxima of a volume",
-])  # fmt: skip
-def test_windows_of_an_image_of_one_size_are_pytorchs(name: str, tmp_path: Path) -> None:
+OF_ONE_SIZE = ("maxima", "maxima of tiles", "maxima of a row", "means of a volume", "maxima of a volume")
+
+
+def test_windows_of_an_image_of_one_size_are_pytorchs(tmp_path: Path) -> None:
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(POOLINGS[name](x) for name in OF_ONE_SIZE)
+
     x = torch.randn(1, 4, 17, 23)
-    export(Model(lambda m, x: POOLINGS[name](x)), tmp_path / "m.onnx", x)
-    torch.testing.assert_close(torch.from_numpy(run(tmp_path / "m.onnx", 2 * x)[0]), POOLINGS[name](2 * x))
+    export(Model(lambda m, x: forward(x)), tmp_path / "m.onnx", x)
+    for name, found, expected in zip(
+        OF_ONE_SIZE, run(tmp_path / "m.onnx", 2 * x), forward(2 * x), strict=True
+    ):
+        torch.testing.assert_close(torch.from_numpy(found), expected, msg=f"{name}: {{}}".format)
 
 
 @pytest.mark.parametrize("size", range(1, 40))

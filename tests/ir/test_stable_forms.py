@@ -144,10 +144,16 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Tensor]:
-    """What one ONNX file of all of these gives in ONNX Runtime for all points, ordinary ones first."""
+def all_of_them() -> torch.fx.GraphModule:
+    """A graph of all of these, of all points, ordinary ones first."""
     x = torch.cat([POINTS, SPOILT])
-    graph = program_of(Model(lambda m, v: tuple(f(v) for f in OPERATORS.values())), x).graph
+    return program_of(Model(lambda m, v: tuple(f(v) for f in OPERATORS.values())), x).graph
+
+
+@pytest.fixture(scope="module")
+def results(all_of_them: torch.fx.GraphModule) -> dict[str, Tensor]:
+    """What one ONNX file of all of these gives in ONNX Runtime."""
+    x, graph = torch.cat([POINTS, SPOILT]), all_of_them
     names = [f"y{index}" for index in range(len(OPERATORS))]
     runner = OnnxRunner(_bytes(graph, x, names), SessionOptions())
     return dict(zip(OPERATORS, map(torch.from_numpy, runner(x.numpy())), strict=True))
@@ -180,9 +186,7 @@ def test_what_eager_leaves_spoilt_the_file_leaves_spoilt(name: str, results: dic
     assert not lost.any(), f"numbers at {x[lost].tolist()}"
 
 
-def test_every_form_is_used_by_one_of_these() -> None:
-    x = POINTS.clone()
-    graph = program_of(Model(lambda m, v: tuple(f(v) for f in OPERATORS.values())), x).graph
+def test_every_form_is_used_by_one_of_these(all_of_them: torch.fx.GraphModule) -> None:
     other = deciding_forms.FORMS.keys() | resize_forms.FORMS.keys() | pooling_forms.FORMS.keys()
     other |= reduction_forms.FORMS.keys() | loss_forms.FORMS.keys() | spread_forms.FORMS.keys()
     other |= similarity_forms.FORMS.keys() | recurrent_forms.FORMS.keys() | matrix_forms.FORMS.keys()
@@ -190,7 +194,7 @@ def test_every_form_is_used_by_one_of_these() -> None:
     other |= scatter_forms.FORMS.keys() | adaptive_forms.FORMS.keys()
     other |= {aten.copysign.Tensor, aten.copysign.Scalar, aten.fmax.default, aten.fmin.default}  # of borders
     other |= {aten.mean.default, aten.softmax.int, aten.log_softmax.int}  # of integers, see `integer_forms`
-    assert {node.target for node in calls(graph, FORMS)} - other == FORMS.keys() - other
+    assert {node.target for node in calls(all_of_them, FORMS)} - other == FORMS.keys() - other
 
 
 def test_other_graphs_are_left_alone() -> None:
