@@ -252,6 +252,8 @@ def memory_of(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
             continue  # its attributes live in C++
         own = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
         for attribute, value in {**own, **module._buffers, **module._parameters}.items():
+            if isinstance(value, _ATOMS):
+                continue
             for path, leaf in pytree.tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
                     yield Place(name, attribute, pytree.keystr(path)), leaf

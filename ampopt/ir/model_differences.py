@@ -7,6 +7,7 @@ import math
 import random
 import re
 import types
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -113,6 +114,8 @@ class _Comparison:
         """The path to the first place where two values differ; None where they are alike."""
         if a is b or (id(a), id(b)) in self._seen or isinstance(a, (nn.Module, fx.Graph)):
             return None  # modules come by their names; a copy of an fx.GraphModule has its own class
+        if type(a) is type(b) and type(a) in _PLAIN and not a and not b and not _has_own(a, b):
+            return None  # a module has a dozen of hooks
         self._seen[id(a), id(b)] = a, b  # an identity is one only as long as the object lives
         if not self._emptied and _is_empty(b) and _may_be_emptied(a):
             return None
@@ -181,6 +184,14 @@ def _key(thing: Any) -> Any:
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
+_PLAIN = {dict, list, tuple, set, OrderedDict}
+
+
+def _has_own(*values: Any) -> bool:
+    """Whether any of several objects has attributes of its own."""
+    return any(getattr(each, "__dict__", None) for each in values)
+
+
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 

@@ -7,6 +7,7 @@ bound method, a `functools.partial` or a weak reference are what it is bound to.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dis
 import enum
 import functools
@@ -86,12 +87,25 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
         yield ".forward", type(value).forward
 
 
+_known: weakref.WeakKeyDictionary[type, tuple[bool, list[str]]] = weakref.WeakKeyDictionary()
+"""For classes, whether their instances belong to the process, and the names of their slots."""
+
+
 def is_of_the_process(value: Any) -> bool:
     """Whether an object belongs to the process, as a logger, a lock and a tracer's tensor do."""
-    kind = type(value)
-    if root_of(kind) in _OF_THE_PROCESS:
-        return True
-    return str(getattr(kind, "__module__", "")).startswith(_OF_TRACERS) and not issubclass(kind, nn.Module)
+    return _known_of(type(value))[0]
+
+
+def _known_of(kind: type) -> tuple[bool, list[str]]:
+    with contextlib.suppress(TypeError):  # a class of a class that has no hash
+        if (known := _known.get(kind)) is not None:
+            return known
+    is_a_tracers = str(getattr(kind, "__module__", "")).startswith(_OF_TRACERS)
+    is_own = root_of(kind) in _OF_THE_PROCESS or (is_a_tracers and not issubclass(kind, nn.Module))
+    found = is_own, _slots_of(kind)
+    with contextlib.suppress(TypeError):
+        _known[kind] = found
+    return found
 
 
 def items_of(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -112,6 +126,10 @@ def attributes_of(value: Any) -> Iterator[Part]:
 
 def slots_of(kind: type) -> list[str]:
     """The names of attributes that instances of a class have in `__slots__`, as `getattr` takes them."""
+    return _known_of(kind)[1]
+
+
+def _slots_of(kind: type) -> list[str]:
     found = list[str]()
     for each in kind.__mro__:  # of most classes none has any
         if slots := vars(each).get("__slots__", ()):

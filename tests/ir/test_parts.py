@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from ampopt.ir.moments import Moment
-from ampopt.ir.parts import walk
+from ampopt.ir.parts import is_of_the_process, walk
 
 
 class Lazy(OrderedDict[str, Any]):
@@ -30,3 +30,25 @@ def test_a_dict_s_own_items_are_its_parts() -> None:
     changed = before.change_until(Moment(lazy, lambda part: False), by_value=True)
     assert changed is not None
     assert changed.startswith("['inner']")
+
+
+class _EqualByName(type):
+    """A class of classes without a hash."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, type) and cls.__name__ == other.__name__
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Slotted(metaclass=_EqualByName):
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = [1.5]
+
+
+def test_a_class_without_a_hash_has_parts_as_well() -> None:
+    for _ in range(2):  # what is known of a class is looked up
+        assert [value for path, value in walk(_Slotted(), classes=False) if path == ".held[0]"] == [1.5]
+        assert not is_of_the_process(_Slotted())
