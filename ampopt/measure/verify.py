@@ -232,8 +232,7 @@ class Verifier(Original):
         none = [0.0] * len(self.reference(draw)[0])
         done, worst = self._jumps.get((lane, draw.name, within), (0, none))
         if done < ROUNDINGS and worst[output] < enough:
-            roundings = roundings_of_sums(lane.dtype) if within else 0.0
-            seeds = range(done, ROUNDINGS)
+            seeds, roundings = range(done, ROUNDINGS), roundings_of_sums(lane.dtype) if within else 0.0
             for moved in self.runs_rounded_anew(lane, seeds, within=True, roundings=roundings):
                 with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
                     errors = [e if math.isfinite(e) else 0.0 for e in self.errors(moved, draw)]
@@ -308,8 +307,7 @@ class Verifier(Original):
         if self.metric is not None:
             return self.check_metric(run)
         for draw in draws:
-            check = self._check_draw(run, lane, draw)
-            if not check.passed:
+            if not (check := self._check_draw(run, lane, draw)).passed:
                 return check
             if draw in self.draws:
                 worst = max(worst, check, key=lambda found: found.error)

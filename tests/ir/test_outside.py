@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import collections
-import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampopt
-from ampopt.ir.outside import Code, variables_kept
+from ampopt.ir.outside import variables_kept
 from tests.support.cases import CEILINGS
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -336,73 +333,3 @@ def test_a_class_attribute_is_what_it_was_afterwards(
     assert type(before) is Tensor
     assert before.dtype is torch.float32
     assert not before.any()
-
-
-LIBRARY = """
-LAST = {}
-
-def wrapped(function):
-    def inner(*args):
-        return function(*args)
-    return inner
-
-def helped(x):
-    return _deeper(x)
-
-def _deeper(x):
-    LAST["x"] = x
-    return x
-
-def visited(visitor, x):
-    return visitor.visit_own(x)
-
-def _last(x):
-    return x
-
-""" + "\n\n".join(
-    f"def _far{n}(x):\n    return {'_last' if n == 999 else f'_far{n + 1}'}(x)" for n in range(1000)
-)
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """An installed module that is not of the model's package."""
-    made = types.ModuleType("some_library")
-    made.__file__ = str(Path(sysconfig.get_paths()["purelib"], "some_library.py"))
-    exec(LIBRARY, vars(made))
-    monkeypatch.setitem(sys.modules, "some_library", made)
-    return made
-
-
-class Visitor:
-    """An object whose method a library calls by its name."""
-
-    def visit_own(self, x: Tensor) -> Tensor:
-        """What is read of it is the caller's."""
-        return x
-
-
-def test_a_library_is_looked_through_up_to_a_number_of_its_functions(library: types.ModuleType) -> None:
-    """SymPy's functions, 7,000 of them, took 20 s of a budget of 4 s."""
-    helped, visited, far, visitor = library.helped, library.visited, library._far0, Visitor()
-
-    def write(x: Tensor) -> Any:
-        return far(helped(visited(visitor, x)))
-
-    code = Code(Writing(library.wrapped(write)))
-    assert {write, helped, library._deeper, Visitor.visit_own} <= set(code.functions)
-    assert library._last not in code.functions
-    assert len(code.functions) < 320
-    assert "the global variable LAST" in code.variables()
-
-
-def test_what_a_library_adds_to_its_own_containers_stays(library: types.ModuleType) -> None:
-    with variables_kept(model := Writing(library.helped)):
-        model(X)
-    assert library.LAST["x"] is X
-
-
-def test_an_exported_program_leads_to_no_library() -> None:
-    batch = {0: torch.export.Dim("batch")}
-    program = torch.export.export(nn.Linear(3, 2), (torch.randn(4, 3),), dynamic_shapes=(batch,))
-    assert len(Code(program.module()).functions) < 10
