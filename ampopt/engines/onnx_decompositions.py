@@ -21,18 +21,20 @@ COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @contextlib.contextmanager
-def decomposed_by_node() -> Iterator[None]:
-    """Let graphs of what ONNX has, and of simple operators, be decomposed without a trace in the block.
+def decomposed_by_node(exported: ExportedProgram) -> Iterator[None]:
+    """Let a program of what ONNX has, and of simple operators, be decomposed in place, without a trace.
 
     The exporter traces every graph anew, twice, with 280 operators overridden: that took half of the 1.7 s of
     MobileNetV3-small's export. Most operators come out as they went in. A graph in which another one may not,
-    or with sizes that vary, is traced. Enter it within `capturing`: the class is the whole process's.
+    or with sizes that vary, is traced, and so are other programs, which another thread may export in the
+    block. Enter it within `capturing`: the class is the whole process's.
     """
     traced = ExportedProgram.run_decompositions
 
     def run_decompositions(program: ExportedProgram, *args: Any, **options: Any) -> ExportedProgram:
         table: Any = options.get("decomp_table", args[0] if args else None)
-        if table is None or len(args) + len(options) != 1 or not _decompose(program, table):
+        is_it = program is exported and table is not None and len(args) + len(options) == 1
+        if not is_it or not _decompose(program, table):
             found: ExportedProgram = traced(program, *args, **options)
             return found
         return program
@@ -150,6 +152,12 @@ def _cast(node: fx.Node) -> None:
         _become(node, aten._to_copy.default, values["self"], dtype=values["dtype"])
 
 
+def _has_chunks(node: fx.Node) -> bool:
+    """Whether there is anything in the dimension: of nothing there are as many chunks as are asked for."""
+    values = arguments(node)
+    return bool(values["self"].meta["val"].shape[values["dim"]])
+
+
 def _split(node: fx.Node) -> None:
     values = arguments(node)
     size = values["self"].meta["val"].shape[values["dim"]]
@@ -191,7 +199,7 @@ RULES: Mapping[Any, Rule] = {
     aten.lift_fresh_copy.default: (_always, aten.clone.default, _repeat),
     aten.expand_as.default: (_always, aten.expand.default, _expand),
     aten.to.dtype: (_always, aten._to_copy.default, _cast),
-    aten.chunk.default: (_always, aten.split.Tensor, _split),
+    aten.chunk.default: (_has_chunks, aten.split.Tensor, _split),
     aten.contiguous.default: (_is_of_rows, aten.clone.default, _copy_rows),
     aten.batch_norm.default: (_has_statistics, aten._native_batch_norm_legit_no_training.default, _normalize),
 }

@@ -100,7 +100,7 @@ def model_of(
             tried_where_they_begin(),
             last_match_freed(),
             registry_kept(),
-            decomposed_by_node(),
+            decomposed_by_node(exported),
             without_stacks(),
         ):
             result = torch.onnx.export(

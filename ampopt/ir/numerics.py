@@ -169,7 +169,7 @@ def rounded_anew(
     factors = 1 + noise.to(tensor.device)
     if not is_long:
         return (tensor.double() * factors).to(tensor.dtype)
-    found = tensor.clone()  # dense in memory, in the tensor's order
+    found = tensor.detach().clone()  # dense in memory, in the tensor's order
     for part in found.as_strided((found.numel(),), (1,)).split(SPAN):
         part.copy_(part.double() * factors[: part.numel()])
     return found

@@ -51,6 +51,7 @@ TRACED: dict[str, Callable[[Any, Tensor], Any]] = {
     "a norm without weights": lambda m, x: m.plain(x),
     "a pooling by sizes": lambda m, x: F.adaptive_avg_pool2d(x, (4, 5)),
     "an operator without a form in ONNX": lambda m, x: torch.outer(x[0, 0, 0], x[0, 0, 1]),
+    "chunks of nothing": lambda m, x: torch.cat([*x[:, :0].chunk(3, 1), x], 1),
     "another memory format": lambda m, x: x.contiguous(memory_format=torch.channels_last) + 1,
 }
 
@@ -113,14 +114,25 @@ def test_another_graph_is_traced(name: str, traces: list[ExportedProgram]) -> No
 def test_a_graph_of_varying_sizes_is_traced(traces: list[ExportedProgram]) -> None:
     sizes = {0: torch.export.Dim.DYNAMIC}
     exported = torch.export.export(nn.Flatten(), (X,), dynamic_shapes=(sizes,))
-    with decomposed_by_node():
+    with decomposed_by_node(exported):
         assert exported.run_decompositions(torch.export.default_decompositions()) is not exported
     assert len(traces) == 1
 
 
+def test_programs_of_others_are_not_touched() -> None:
+    mine, yours = (torch.export.export(nn.Flatten(), (X,)) for _ in range(2))
+    before = str(yours.graph)
+    with decomposed_by_node(mine):
+        assert yours.run_decompositions({}) is not yours
+        assert mine.run_decompositions({}) is mine
+    assert str(yours.graph) == before
+    assert "aten.view.default" in str(mine.graph)
+
+
 def test_nothing_of_it_stays_behind() -> None:
     before, inside = ExportedProgram.run_decompositions, None
-    with contextlib.suppress(KeyError), decomposed_by_node():
+    exported = torch.export.export(nn.Flatten(), (X,))
+    with contextlib.suppress(KeyError), decomposed_by_node(exported):
         inside = ExportedProgram.run_decompositions
         raise KeyError
     assert ExportedProgram.run_decompositions is before

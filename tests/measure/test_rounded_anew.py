@@ -80,6 +80,7 @@ def test_each_number_of_a_long_tensor_moves_by_a_rounding_at_the_most(
 
 def test_what_repeats_in_a_long_tensor_does_not_move_alike() -> None:
     """Channels of a power of two of pixels, as convolutions add them, and halves of the tensor."""
-    moves = rounded_anew(torch.ones(64, 64, 64), torch.float16, torch.Generator().manual_seed(0)) - 1
+    weight = nn.Parameter(torch.ones(64, 64, 64))
+    moves = rounded_anew(weight, torch.float16, torch.Generator().manual_seed(0)) - 1
     pixels = moves.flatten(1)
     assert torch.corrcoef(pixels).fill_diagonal_(0).abs().max() < 0.1
