@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import random
@@ -129,6 +130,7 @@ def test_ways_to_run_leave_the_process_as_it_was(
 ) -> None:
     if step == OnnxRuntime():
         pytest.importorskip("onnxruntime")
+    importlib.import_module("torch._inductor.codecache")  # it keeps where its compiled headers are
     model = net()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where inductor finds nothing compiled
     with snapshot.unchanged():
