@@ -152,6 +152,19 @@ def _cast(node: fx.Node) -> None:
         _become(node, aten._to_copy.default, values["self"], dtype=values["dtype"])
 
 
+def _divides(node: fx.Node) -> bool:
+    """Whether the windows of a pooling to sizes are all of one size."""
+    given, made = (each.meta["val"].shape[-2:] for each in (node.all_input_nodes[0], node))
+    return all(made) and not any(before % after for before, after in zip(given, made, strict=True))
+
+
+def _pool(node: fx.Node) -> None:
+    source = node.all_input_nodes[0]
+    sizes = zip(source.meta["val"].shape[-2:], node.meta["val"].shape[-2:], strict=True)
+    window = [before // after for before, after in sizes]
+    _become(node, aten.avg_pool2d.default, source, window, window)
+
+
 def _has_chunks(node: fx.Node) -> bool:
     """Whether there is anything in the dimension: of nothing there are as many chunks as are asked for."""
     values = arguments(node)
@@ -194,6 +207,7 @@ _REPEAT: Rule = (_drops_nothing, aten.clone.default, _repeat)
 
 RULES: Mapping[Any, Rule] = {
     **dict.fromkeys((aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int), _VIEW),
+    aten.adaptive_avg_pool2d.default: (_divides, aten.avg_pool2d.default, _pool),
     **dict.fromkeys((aten.swapaxes.default, aten.swapdims.default), _SWAP),
     **dict.fromkeys((aten.dropout.default, aten.feature_dropout.default), _REPEAT),
     aten.lift_fresh_copy.default: (_always, aten.clone.default, _repeat),

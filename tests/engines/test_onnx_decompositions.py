@@ -44,12 +44,17 @@ SIMPLE: dict[str, Callable[[Any, Tensor], Any]] = {
         F.interpolate(x, size=(5, 7), mode="bilinear"),
     ),
     "an input": lambda m, x: (x.flatten(), x, x.contiguous()),
+    "poolings of equal windows": lambda m, x: (
+        F.adaptive_avg_pool2d(x, (4, 5)),
+        F.adaptive_avg_pool2d(x[0], 2) * 2,
+    ),
+    "a pooling of single pixels": lambda m, x: F.adaptive_avg_pool2d(x, (8, 10)) + 1,
     "normalized": lambda m, x: F.normalize(x, dim=1),
 }
 
 TRACED: dict[str, Callable[[Any, Tensor], Any]] = {
     "a norm without weights": lambda m, x: m.plain(x),
-    "a pooling by sizes": lambda m, x: F.adaptive_avg_pool2d(x, (4, 5)),
+    "a pooling of other windows": lambda m, x: F.adaptive_avg_pool2d(x, (3, 5)),
     "an operator without a form in ONNX": lambda m, x: torch.outer(x[0, 0, 0], x[0, 0, 1]),
     "chunks of nothing": lambda m, x: torch.cat([*x[:, :0].chunk(3, 1), x], 1),
     "another memory format": lambda m, x: x.contiguous(memory_format=torch.channels_last) + 1,
