@@ -56,8 +56,8 @@ CANCELLED = 0.05
 ROUNDINGS = 6
 """Number of eager runs with changed rounding, to learn how far rounding alone can change an output.
 
-Such a run takes 2 to 4 times as long as eager. One of an encoder and decoder has even chances to move the
-place of a pooling's largest number by which ONNX Runtime's right results differ.
+On a CPU such a run of a large network takes 2 to 4 times as long as eager. One of an encoder and decoder has
+even chances to move the place of a pooling's largest number by which ONNX Runtime's right results differ.
 """
 
 
