@@ -113,7 +113,7 @@ def optimize(
         budget_s: time limit in seconds for everything, including capture and verification. The search ends
             earlier if nothing likely to gain is left. Passes that do not fit are reported as not tried, with
             the budget that they need; another call goes on from there. If no pass could be judged, the
-            original answers. None: 60 s, or what 500 calls of the model take if that is more, and at most
+            original answers. None: 60 s, or what 600 calls of the model take if that is more, and at most
             600 s; or six times as long as its capture takes, and at most 120 s.
         device: optimize a copy on this device; None: the device of the weights.
         outputs: "copy": each call returns new tensors; "static": with a CUDA graph, results are buffers that

@@ -115,7 +115,7 @@ def load(
             machine like this one, what else takes seconds is then left out: to try its program on tensors
             without memory, and to export that anew for an engine.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
-            fingerprint. None: as for `ampopt.optimize`, 60 s, or what 500 calls of the model take if that is
+            fingerprint. None: as for `ampopt.optimize`, 60 s, or what 600 calls of the model take if that is
             more, and at most 600 s.
         types: the model's namedtuple classes, if it returns any: else results have one of the same name and
             fields.

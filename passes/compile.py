@@ -13,9 +13,11 @@ from typing import Any
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
+from ampopt.engines.cpp_compiler import prepared_compiler
 from ampopt.engines.divided import Chain, Division, divided
 from ampopt.engines.inductor_code import InductorCode, LoadedCode, is_whole, options, static_shapes
 from ampopt.engines.inductor_labels import name_by_place, name_sources_by_place
+from ampopt.engines.merged_kernels import merged_kernels
 from ampopt.engines.rounds import calls_once, forget, in_rounds
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
@@ -56,8 +58,9 @@ class Compile(Engine):
     and the pieces' code follows each other, with the shapes, strides and dtypes of the graph at the cuts. The
     rounds of an unrolled loop, which are equal but for what they are given, share what is compiled for one.
     On a CPU, where the weights are in oneDNN's own layout, this process traces meanwhile, which runs no
-    compiler and no compiled kernel. A cache entry of inductor was compiled from an equal graph; a cached
-    library whose compiler was killed is built again.
+    compiler and no compiled kernel but for a test of the compiler itself. There the kernels of a graph are
+    compiled together, each in a namespace of its own, by inductor's own command. A cache entry of inductor
+    was compiled from an equal graph; a cached library whose compiler was killed is built again.
     Cost: seconds to a minute of compilation in another process, and some seconds to load the result; where it
     is compiled here, with a warm cache, some seconds to trace, in large networks ten and more.
     """
@@ -189,7 +192,7 @@ class Compile(Engine):
         keep_indices(module)
         if program.device.type == "cpu":
             keep_nan(module)
-        with program.scope():
+        with program.scope(), prepared_compiler(program.device), merged_kernels():
             entered = _entered(program)
             module = with_forms(module, entered, DIVISIONS)
             with tracing(TracingContext(mode := static_shapes())):

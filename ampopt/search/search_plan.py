@@ -31,7 +31,7 @@ TRYING = 0.85
 OPENINGS = 0.4
 """Share of the search's time for the openings of all lanes together."""
 
-ALONE = 0.8
+ALONE = 0.9
 """Share of it for the opening of a lane where eager is too inexact in all others.
 
 Those may still come to be right, and win; a compiler's result for the one that is right is likelier to.

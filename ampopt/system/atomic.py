@@ -104,6 +104,13 @@ def create(path: str | Path, content: bytes, mode: int) -> None:
         raise
 
 
+def also_named(file: Path, *names: Path) -> None:
+    """Give a file more names in its file system; one that is taken is left to what has it. Raises OSError."""
+    for name in names:
+        with contextlib.suppress(FileExistsError):
+            os.link(file, name)
+
+
 @contextlib.contextmanager
 def _beside(target: Path, folder: bool) -> Iterator[Path]:
     """A new file or folder beside `target`, locked during the block; what is still there then is removed."""

@@ -15,7 +15,7 @@ import pytest
 from ampopt.bundle.files import open_bundle
 from ampopt.errors import BundleError
 from ampopt.system import atomic
-from ampopt.system.atomic import SUFFIX, create, replacing, replacing_together
+from ampopt.system.atomic import SUFFIX, also_named, create, replacing, replacing_together
 from tests.support.bundles import FILES, FORMS, save, version
 from tests.support.full_disk import FullDisk
 
@@ -331,3 +331,14 @@ def test_a_new_file_and_one_of_another_kind_have_the_usual_permissions(tmp_path:
         temporary.write_bytes(b"new")
     for made, usual in (("new", "usual"), ("b", "folder")):
         assert (tmp_path / made).stat().st_mode == (tmp_path / usual).stat().st_mode
+
+
+def test_a_file_gets_more_names_and_takes_none_from_another(tmp_path: Path) -> None:
+    file, free, taken = (tmp_path / name for name in ("file", "free", "taken"))
+    file.write_bytes(b"made")
+    taken.write_bytes(b"theirs")
+    also_named(file, taken, free)
+    assert free.samefile(file)
+    assert taken.read_bytes() == b"theirs"
+    with pytest.raises(OSError, match="nowhere"):
+        also_named(file, tmp_path / "nowhere" / "name")
