@@ -27,7 +27,7 @@ from ampopt.measure.sampling import gain, interleave
 from ampopt.ort.knobs import start_options
 from ampopt.ort.options import CPU, PREFERRED, SessionOptions
 from ampopt.ort.profile import PROFILING_S
-from ampopt.ort.rewrites import SPREADING, STEPS, Rewrites, Step, merged, rewritten
+from ampopt.ort.rewrites import EXACT, STEPS, Rewrites, merged, rewritten
 from ampopt.ort.session import OnnxRunner, onnxruntime
 from ampopt.ort.tuning import tune
 
@@ -62,11 +62,11 @@ class OnnxRuntime(Engine):
     taken where their outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are
     exact, and so are `ort.groups` and `ort.padding`, which add zeros, for finite numbers; `ort.chains` and
     `ort.narrow_groups` sum in another order; `ort.winograd` computes the same function with another rounding.
-    NaN stays, and may spread in merged groups and Winograd's tiles, which are not tried where an operator
-    decides by values.
+    NaN stays, and may spread in merged groups and Winograd's tiles. Where an operator decides by values,
+    groups are not merged, and what is not finite in a tile is computed anew without transforms.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights, in which those for
-    Winograd's algorithm have 16 or 36 numbers for every 9;
+    Winograd's algorithm have 16 or 36 numbers for every 9, and the 9 beside them where NaN may not spread;
     some seconds to compile our operators, once on a machine.
     """
 
@@ -112,7 +112,7 @@ class OnnxRuntime(Engine):
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
             arrays = [array_of(tensor) for tensor in entered]
             options = tune(model, arrays, seconds=TUNING_S, providers=found).best
-            engine, rewrites = _fastest(model, options, entered, hints, _steps_for(program, hints))
+            engine, rewrites = _fastest(model, options, entered, hints, exact=_is_exact(program, hints))
         else:
             if not self.session:
                 hints.append("ONNX Runtime runs with default options: there was no time to measure others")
@@ -131,12 +131,12 @@ class OnnxRuntime(Engine):
         return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, session=session))
 
 
-def _steps_for(program: Program, hints: list[str]) -> Sequence[Step]:
-    """The rewrites to try: none that spreads NaN, where an operator may take that for another value."""
+def _is_exact(program: Program, hints: list[str]) -> bool:
+    """Whether no rewrite may spread NaN: an operator may take that for another value."""
     if (node := decides_by_values(program)) is None:
-        return STEPS
+        return False
     hints.append(f"ONNX Runtime's graph has no rewrites that spread NaN: {where(node)} decides by values")
-    return [step for step in STEPS if step not in SPREADING]
+    return True
 
 
 def _fastest(
@@ -144,12 +144,13 @@ def _fastest(
     options: SessionOptions,
     entered: Sequence[Tensor],
     hints: list[str],
-    steps: Sequence[Step],
+    *,
+    exact: bool,
 ) -> tuple[OnnxEngine, Rewrites]:
     """The engine as the options have it, or with its graph rewritten where that is faster; and how."""
-    engine, chosen = OnnxEngine(OnnxRunner(model, options)), Rewrites()
+    engine, chosen = OnnxEngine(OnnxRunner(model, options)), Rewrites(exact=exact)
     expected, arrays = engine(*entered), [array_of(tensor) for tensor in entered]
-    for step in steps:
+    for step in EXACT if exact else STEPS:
         rewrites = functools.partial(step, model, options, arrays, chosen)
         tried = _tried(model, options, rewrites, entered, expected, hints)
         if tried is not None and _is_faster(tried[0], engine, entered, step is merged):

@@ -29,31 +29,42 @@ class Algorithm:
     """An operator for 3x3 convolutions in blocks of channels, which reads their weights in another order.
 
     `suits` is asked with a convolution's attributes and its weights as ONNX Runtime has ordered them; so is
-    `rearranged`, for the weights that the operator reads.
+    `rearranged`, for the weights that the operator reads. `spreads`: NaN and infinities reach further
+    results, unless the operator gets the convolution's own weights, too.
     """
 
     operator: str
     suits: Callable[[Mapping[str, Any], Array], bool]
     rearranged: Callable[[Array], Array]
+    spreads: bool = False
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "winograd": Algorithm("WinogradConv", winograds.suits, functools.partial(winograds.rearranged, tile=2)),
-    "winograd4": Algorithm("WinogradConv", winograds.suits, functools.partial(winograds.rearranged, tile=4)),
+    **{
+        name: Algorithm(
+            "WinogradConv", winograds.suits, functools.partial(winograds.rearranged, tile=tile), spreads=True
+        )
+        for name, tile in (("winograd", 2), ("winograd4", 4))
+    },
     "narrow": Algorithm("NarrowConv", narrow_groups.suits, narrow_groups.rearranged),
 }
 """By the names under which files keep them; the numbers are tiles of 2x2 and of 4x4."""
 
 
 def quicker(
-    model: bytes, options: SessionOptions, arrays: Sequence[Array], among: Sequence[str] = tuple(ALGORITHMS)
+    model: bytes,
+    options: SessionOptions,
+    arrays: Sequence[Array],
+    among: Sequence[str] = tuple(ALGORITHMS),
+    *,
+    exact: bool = False,
 ) -> dict[str, str]:
     """The convolutions, named by their results, that are faster by one of our algorithms, and by which.
 
-    `model`: as ONNX Runtime has optimized it. Each convolution is measured by itself in each way. Raises
-    CompilerError or SessionError.
+    `model`: as ONNX Runtime has optimized it; `exact`: see `with_own`. Each convolution is measured by itself
+    in each way. Raises CompilerError or SessionError.
     """
-    changed = {name: with_own(model, options, name) for name in among}
+    changed = {name: with_own(model, options, name, exact=exact) for name in among}
     suited = {name: _results(each, ALGORITHMS[name].operator) for name, each in changed.items()}
     if not any(suited.values()):
         return {}
@@ -70,10 +81,13 @@ def quicker(
     return found
 
 
-def with_own(model: bytes, options: SessionOptions, chosen: Mapping[str, str] | str) -> bytes:
+def with_own(
+    model: bytes, options: SessionOptions, chosen: Mapping[str, str] | str, *, exact: bool = False
+) -> bytes:
     """The model with our algorithms for convolutions, named by their results; one name: for all it suits.
 
-    `model`: as ONNX Runtime has optimized it.
+    `model`: as ONNX Runtime has optimized it. `exact`: NaN and infinities reach no further results: what
+    would spread them gets its convolution's own weights, too.
     """
     from onnx import load_from_string, numpy_helper
 
@@ -91,7 +105,8 @@ def with_own(model: bytes, options: SessionOptions, chosen: Mapping[str, str] | 
         if key not in replaced:
             array = algorithm.rearranged(weight)
             replaced[key] = add_weights(found.graph, f"{node.input[1]}_{name}", array)
-        node.CopyFrom(_operator(node, algorithm.operator, replaced[key], options))
+        kept = exact and algorithm.spreads
+        node.CopyFrom(_operator(node, algorithm.operator, replaced[key], options, keeps_weights=kept))
     remove_unread(found.graph, {weights for weights, _ in replaced})
     import_domain(found)
     data: bytes = found.SerializeToString()
@@ -113,16 +128,19 @@ def _is_blocked_3x3(node: Any, stored: Mapping[str, Any]) -> bool:
     )
 
 
-def _operator(node: Any, operator: str, weights: str, options: SessionOptions) -> Any:
-    """Our operator in the place of a convolution."""
+def _operator(node: Any, operator: str, weights: str, options: SessionOptions, *, keeps_weights: bool) -> Any:
+    """Our operator in the place of a convolution, whose own weights are its fifth input if it keeps them."""
     from onnx import helper
+
+    own = [node.input[0], weights, *node.input[2:]]
+    inputs = [*own, *[""] * (4 - len(own)), node.input[1]] if keeps_weights else own
 
     has = attributes(node)
     alpha, beta = (*has.get("activation_params", ()), 0.0, 0.0)[:2]
     pads = dict(zip(("top", "left", "bottom", "right"), has.get("pads", [0] * 4), strict=True))
     return helper.make_node(
         operator,
-        [node.input[0], weights, *node.input[2:]],
+        inputs,
         node.output,
         name=node.name,
         domain=OWN_DOMAIN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ class Rewrites:
     """The rewrites of a graph: `with_merged_groups`, `keep_blocked`, `with_own` and `with_chains`.
 
     The convolutions that operators of ours compute are named by their results, under the algorithm's name.
+    `exact`: NaN and infinities reach no further results in them.
     """
 
     blocked: bool = False
@@ -35,6 +37,7 @@ class Rewrites:
     winograd4: tuple[str, ...] = ()
     chains: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
+    exact: bool = False
 
     @staticmethod
     def taken_from(data: dict[str, Any]) -> Rewrites:
@@ -42,7 +45,7 @@ class Rewrites:
 
         Raises BundleError for invalid values.
         """
-        flags = {field: data.pop(field, False) for field in ("blocked", "merged")}
+        flags = {field: data.pop(field, False) for field in ("blocked", "merged", "exact")}
         for field, value in flags.items():
             if not isinstance(value, bool):
                 raise BundleError(f"{field} is true or false, not {value!r}")
@@ -81,7 +84,7 @@ def rewritten_model(
     """
     graph, plain = _graph(model, options, rewrites), options.unoptimized()
     if rewrites.own:
-        graph = with_own(graph, plain, rewrites.own)
+        graph = with_own(graph, plain, rewrites.own, exact=rewrites.exact)
     return graph, plain, own_library() if rewrites.own else _library(rewrites)
 
 
@@ -108,13 +111,16 @@ def convolved(
     """The rewrites with convolutions by our own algorithms where they are faster; None if there are none.
 
     Winograd's tiles of 4x4 are used where they are faster still, unless all of them together are not precise.
+    Narrow groups leave out products with 0, which NaN would reach: not where that is to be exact.
     """
     if not _can_be(options):
         return None
     graph, plain = _graph(model, options, before), options.unoptimized()
-    own = quicker(graph, plain, arrays)
+    names = [name for name in ALGORITHMS if name != "narrow" or not before.exact]
+    find = functools.partial(quicker, graph, plain, arrays, exact=before.exact)
+    own = find(names)
     if "winograd4" in own.values() and _error(with_own(graph, plain, own), graph, plain, arrays) > PRECISE:
-        own = quicker(graph, plain, arrays, among=[name for name in ALGORITHMS if name != "winograd4"])
+        own = find([name for name in names if name != "winograd4"])
     return before.with_own(own) if own else None
 
 
@@ -136,7 +142,7 @@ def _beside(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites, names: tuple[str, ...]
 ) -> Rewrites:
     """The rewrites with these chains, and with what there was before chosen anew."""
-    found = Rewrites(merged=before.merged, chains=names)
+    found = Rewrites(merged=before.merged, chains=names, exact=before.exact)
     if before.blocked:
         found = blocked(model, options, arrays, found) or found
     if before.own:
@@ -177,8 +183,8 @@ Step = Callable[[bytes, SessionOptions, Sequence[Array], Rewrites], Rewrites | N
 
 STEPS: tuple[Step, ...] = (merged, blocked, convolved, chained)
 
-SPREADING: tuple[Step, ...] = (merged, convolved)
-"""Those after which NaN or an infinity may reach further results: by weights of 0, or by sums that cancel."""
+EXACT: tuple[Step, ...] = (blocked, convolved, chained)
+"""Those that can be exact: merged groups have weights of 0, by which NaN and infinities reach more."""
 
 
 def _can_be(options: SessionOptions) -> bool:

@@ -12,7 +12,8 @@ Those of the images only add and subtract for tiles of 2x2, and the rounding err
 a direct convolution. For 4x4 it is three times that of 2x2 with the points 0, ±5/8, ±3/2 and infinity; with
 0, ±1, ±2 and infinity it would be six times. Barabasz et al., "Error Analysis and Improving the Accuracy of
 Winograd Convolution for Deep Neural Networks" (2020), is on the choice of points. An infinity or NaN in an
-image may turn up as NaN at neighbouring pixels that a direct convolution does not reach.
+image may turn up as NaN at neighbouring pixels that a direct convolution does not reach, unless the operator
+has the weights themselves: then it computes anew what is not finite.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_a_step_adds_to_what_was_done_before_or_gives_nothing(
 ) -> None:
     monkeypatch.setattr(rewrites, "is_quicker_merged", lambda *_: quicker)
     monkeypatch.setattr(rewrites, "keep_blocked", lambda *_: b"graph" if quicker else None)
-    monkeypatch.setattr(rewrites, "quicker", lambda *_: {"conv": "winograd"} if quicker else {})
+    monkeypatch.setattr(rewrites, "quicker", lambda *_, **__: {"conv": "winograd"} if quicker else {})
     before = Rewrites(winograd=("other",))
     assert merged(model, OPTIONS, [], before) == (Rewrites(False, ("other",), True) if quicker else None)
     assert blocked(model, OPTIONS, [], before) == (Rewrites(True, ("other",)) if quicker else None)
@@ -147,7 +147,7 @@ def test_winograd_is_asked_of_the_graph_that_the_steps_before_it_leave(
 ) -> None:
     seen: list[tuple[Counter[str], SessionOptions]] = []
 
-    def look(graph: bytes, options: SessionOptions, _: object) -> dict[str, str]:
+    def look(graph: bytes, options: SessionOptions, *_: object, exact: bool) -> dict[str, str]:
         seen.append((operators(graph), options))
         return {}
 
@@ -177,25 +177,29 @@ def test_only_the_convolution_that_is_named_is_winograds(model: bytes) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("precise", [True, False])
+@pytest.mark.parametrize("is_exact", [True, False])
 def test_large_tiles_are_given_up_where_all_of_them_together_are_not_precise(
-    precise: bool, model: bytes, monkeypatch: pytest.MonkeyPatch
+    precise: bool, is_exact: bool, model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewrites, "PRECISE", 1e-5 if precise else 0.0)
     asked: list[Sequence[str]] = []
 
-    def found(
-        graph: bytes, _: object, __: object, among: Sequence[str] = tuple(ALGORITHMS)
-    ) -> dict[str, str]:
+    def found(graph: bytes, _: object, __: object, among: Sequence[str], *, exact: bool) -> dict[str, str]:
+        assert exact is is_exact
         asked.append(among)
         nodes = onnx.load_from_string(graph).graph.node
         names = [node.output[0] for node in nodes if (node.domain, node.op_type) == (DOMAIN, "Conv")]
         return {names[0]: "winograd4" if "winograd4" in among else "winograd"}
 
     monkeypatch.setattr(rewrites, "quicker", found)
-    chosen = convolved(model, OPTIONS, [image(OnnxRunner(model, OPTIONS))], NONE)
+    before = Rewrites(exact=is_exact)
+    chosen = convolved(model, OPTIONS, [image(OnnxRunner(model, OPTIONS))], before)
     assert chosen is not None
+    assert chosen.exact is is_exact
     assert list(chosen.own.values()) == ["winograd4" if precise else "winograd"]
-    assert asked == [(*ALGORITHMS,), ["winograd", "narrow"]][: 1 if precise else 2]
+    all_of_them = [name for name in ALGORITHMS if name != "narrow" or not is_exact]
+    others = [name for name in all_of_them if name != "winograd4"]
+    assert asked == [all_of_them, others][: 1 if precise else 2]
 
 
 def narrow() -> bytes:
@@ -208,14 +212,15 @@ def narrow() -> bytes:
 
 
 @needs_compiler
-@pytest.mark.parametrize("before", [NONE, Rewrites(blocked=True, winograd=("gone",))], ids=str)
+@pytest.mark.parametrize("before", [NONE, Rewrites(blocked=True, winograd=("gone",), exact=True)], ids=str)
 def test_beside_chains_the_rest_is_rewritten_as_it_was(
     before: Rewrites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = narrow()
     monkeypatch.setattr(rewrites, "_is_quicker_chained", lambda *_: True)
 
-    def found(graph: bytes, options: SessionOptions, *_: object) -> dict[str, str]:
+    def found(graph: bytes, options: SessionOptions, *_: object, exact: bool) -> dict[str, str]:
+        assert exact is before.exact
         changed = onnx.load_from_string(with_own(graph, options, "winograd4")).graph.node
         return {node.output[0]: "winograd4" for node in changed if node.op_type == "WinogradConv"}
 

@@ -156,6 +156,39 @@ def test_what_is_not_a_number_stays_so(tile: int) -> None:
     assert relative_error(found[far], direct[far]) < 1e-6
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), tile=st.sampled_from(TILES))
+def test_with_the_weights_themselves_faults_reach_what_they_reach_in_a_convolution(
+    seed: int, tile: int
+) -> None:
+    chance, rng, block = random.Random(seed), np.random.default_rng(seed), block_size()
+    graph, wide = (
+        Graph(chance.choice([1, 2]), (chance.randint(1, 15), chance.randint(1, 15)), seed),
+        2 * block,
+    )
+    x, activation = graph.conv("x", wide, wide, 3), chance.randrange(3)
+    weight, bias = (onnx.numpy_helper.to_array(each).copy() for each in graph.constants)
+    weight[rng.random(weight.shape) < 0.4] = 0.0
+    graph.constants[0] = onnx.numpy_helper.from_array(weight, graph.constants[0].name)
+    is_sum = chance.random() < 0.5
+    x = graph.activated(graph.add("Add", x, "x") if is_sum else x, activation)
+    model = optimized(graph.model(wide, [x]), OPTIONS)
+    changed = with_own(model, OPTIONS, {2: "winograd", 4: "winograd4"}[tile], exact=True)
+    assert operators(changed)["WinogradConv"] == 1
+    given = image(session := runner(changed), seed)
+    for _ in range(chance.randint(1, 4)):
+        given.flat[chance.randrange(given.size)] = chance.choice([np.nan, np.inf, -np.inf])
+    inside, weights, biases = (torch.from_numpy(each).double() for each in (given, weight, bias))
+    wanted = torch.nn.functional.conv2d(inside, weights, biases, padding=1)
+    wanted = wanted + inside if is_sum else wanted
+    wanted = (wanted, wanted.relu(), torch.nn.functional.leaky_relu(wanted, 0.2))[activation]
+    direct, found = wanted.float().numpy(), session(given)[0]
+    for is_fault in (np.isnan, np.isposinf, np.isneginf):
+        assert (is_fault(found) == is_fault(direct)).all()
+    found, direct = (np.where(np.isfinite(each), each, 0) for each in (found, direct))
+    assert relative_error(found, direct) < ERRORS[tile]
+
+
 @pytest.mark.parametrize("kind", ["stride", "dilation", "group", "size", "activation"])
 def test_other_convolutions_stay(kind: str) -> None:
     wide = 2 * block_size()
@@ -234,7 +267,7 @@ def test_where_there_are_none_nothing_is_compiled_or_timed(monkeypatch: pytest.M
 
 def planted(x: Sequence[int], u: Sequence[int], *others: Sequence[int]) -> bytes:
     """A model of one WinogradConv with operands of these shapes."""
-    names = ["x", "u", "bias", "sum"][: 2 + len(others)]
+    names = ["x", "u", "bias", "sum", "w"][: 2 + len(others)]
     pads = {f"pad_{side}": 1 for side in ("top", "left", "bottom", "right")}
     settings = {**pads, "activation": 0, "alpha": 0.0, "beta": 0.0, "threads": 2, "stride": 1}
     node = onnx.helper.make_node("WinogradConv", names, ["y"], domain="ampopt", **settings)
@@ -258,6 +291,7 @@ def planted(x: Sequence[int], u: Sequence[int], *others: Sequence[int]) -> bytes
         ((1, 16, 0, 5), (16, 16 * 16)),
         ((1, 16, 0, 5), (16, 36 * 16)),
         ((1, 16, 5, 5), (16, 36 * 16), (8,)),
+        ((1, 16, 5, 5), (16, 36 * 16), (16,), (1, 16, 5, 5), (16, 8, 3, 3)),
     ],
 )
 def test_operands_that_do_not_fit_are_an_error_and_the_session_goes_on(shapes: Any) -> None:

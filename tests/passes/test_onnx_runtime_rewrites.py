@@ -23,6 +23,7 @@ from ampopt.ort import rewrites as onnx_rewrites
 from ampopt.ort.blocked import keep_blocked
 from ampopt.ort.options import SessionOptions
 from ampopt.ort.own_operators import own_library
+from ampopt.ort.rewrites import Rewrites, Step
 from ampopt.passes import OnnxRuntime, onnx_runtime
 from ampopt.system import native
 from tests.helpers import Model, Unpooling, check_outputs, program_of
@@ -69,17 +70,24 @@ def blocked(step: object) -> bool:
     return bool(json.loads(dict(step.session)["blocked"]))
 
 
-def test_nothing_that_spreads_nan_is_tried_where_that_may_be_taken_for_a_value() -> None:
-    hints: list[str] = []
-    assert onnx_runtime._steps_for(program_of(squeeze_and_excite(), torch.randn(1, 3, 12, 12)), hints) == (
-        onnx_rewrites.STEPS
-    )
-    assert hints == []
-    steps = onnx_runtime._steps_for(program_of(Unpooling().eval(), torch.randn(1, 3, 12, 12)), hints)
-    assert list(steps) == [onnx_rewrites.blocked, onnx_rewrites.chained]
-    (hint,) = hints
-    assert "no rewrites that spread NaN" in hint
-    assert "(pool, " in hint
+@pytest.mark.usefixtures("default_options")
+def test_nothing_that_spreads_nan_is_tried_where_that_may_be_taken_for_a_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[tuple[str, Rewrites]]()
+
+    def step(name: str) -> Step:
+        return lambda _model, _options, _arrays, before: asked.append((name, before))
+
+    monkeypatch.setattr(onnx_runtime, "STEPS", [step("spreads"), step("exact")])
+    monkeypatch.setattr(onnx_runtime, "EXACT", [step("exact")])
+    for model, exact in ((squeeze_and_excite(), False), (Unpooling().eval(), True)):
+        asked.clear()
+        result = OnnxRuntime().apply(program_of(model, torch.randn(1, 3, 12, 12)))
+        names = ["exact"] if exact else ["spreads", "exact"]
+        assert asked == [(name, Rewrites(exact=exact)) for name in names]
+        told = [hint for hint in result.hints if "no rewrites that spread NaN" in hint and "(pool, " in hint]
+        assert len(told) == exact
 
 
 @pytest.mark.usefixtures("default_options")

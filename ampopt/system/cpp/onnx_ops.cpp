@@ -1,9 +1,10 @@
 // Operators of the domain "ampopt" for ONNX Runtime's CPU sessions.
 //
-// WinogradConv(X, U, bias?, sum?): a 3x3 convolution with stride 1 on tensors in blocks of channels, see
+// WinogradConv(X, U, bias?, sum?, W?): a 3x3 convolution with stride 1 on tensors in blocks of channels, see
 // winograd.h. U has the shape [filters, positions * channels], with 16 positions for tiles of 2x2 and 36 for
 // tiles of 4x4. Attributes: pad_top, pad_left, pad_bottom, pad_right, stride (1), activation with alpha and
-// beta, and the number of threads among which to divide the work.
+// beta, and the number of threads among which to divide the work. With the weights W themselves, [filters,
+// channels, 3, 3] in blocks, NaN and infinities reach no further than in a convolution.
 //
 // NarrowConv(X, U, bias?, sum?): the same in groups of G channels with stride 1 or 2, see narrow.h. U has the
 // shape [filters, 9 * G].
@@ -70,11 +71,14 @@ class WinogradConv : BlockedConv {
                                 o.out[1], top_, left_, o.out[2], o.out[3],
                                 o.u.shape[1] == 36 * o.x.shape[1] ? 4 : 2};
     if (o.u.shape[1] != shape.positions() * shape.channels || stride_ != 1) unfit();
+    const ort::Tensor w = ort::input(context, 4);
+    if (w.data && w.shape != std::vector<int64_t>{shape.filters, shape.channels, 3, 3}) unfit();
     float* y = ort::output(context, o.out);
+    const winograd::Direct direct{o.x.data, w.data};
     const winograd::Epilogue epilogue{o.bias.data, o.sum.data, activation_};
     const winograd::Plan plan = winograd::plan(shape, threads_);
     ort::parallel(context, plan.parts(), [&](size_t index) {
-      winograd::part(shape, plan, o.x.data, o.u.data, epilogue, y, static_cast<long>(index));
+      winograd::part(shape, plan, direct, o.u.data, epilogue, y, static_cast<long>(index));
     });
   }
 };
@@ -130,7 +134,7 @@ class ConvChain {
 
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
     ort::SessionOptions* options, const ort::ApiBase* base) {
-  static const ort::Operator<WinogradConv, 4, 2> winograd_conv("WinogradConv");
+  static const ort::Operator<WinogradConv, 5, 2> winograd_conv("WinogradConv");
   static const ort::Operator<NarrowConv, 4, 2> narrow_conv("NarrowConv");
   static const ort::Operator<ConvChain, 3, 3> conv_chain("ConvChain");
   return ort::add(options, base, "ampopt", {&winograd_conv, &narrow_conv, &conv_chain});

@@ -8,8 +8,14 @@
 //   V = B^T d B (input),  M[p] = V[p] x U[p] for each position p,  y = A^T M A.
 // U = G g G^T is made of the weights ahead of time (ort/winograd.py), as [K/(2B)][P][C][2B]; where K/B is
 // odd, the last group has B filters.
+//
+// With the weights themselves, a y that is not finite is computed anew, as a sum of products. All others are
+// right but for rounding: a number of d that is not finite leaves no V[p] finite of which it is a term, no M[p]
+// of such a V[p], and no y of such an M[p]. Each y that depends on the number is one of these: otherwise its
+// coefficient of it would be 0.
 #pragma once
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "vectors.h"
@@ -34,6 +40,12 @@ struct Shape {
   long columns() const { return ceil_div(out_width, tile); }
   long tiles() const { return batch * rows() * columns(); }
   long groups() const { return (filters / BLOCK + kGroup - 1) / kGroup; }
+};
+
+// What computes results anew that are not finite: the image and [K/B][C/B][3][3][B][B], input before output; or
+// null.
+struct Direct {
+  const float *x, *weights;
 };
 
 struct Epilogue {
@@ -192,10 +204,35 @@ void multiply_all(const float* v, const float* u, float* m, long blocks, long co
     }
 }
 
+// The sum of the convolution itself for B filters at one place of the output, without bias.
+inline Vec direct(const Shape& s, const Direct& d, long image, long filter, long row, long column) {
+  const long blocks = s.channels / BLOCK;
+  Vec sum{};
+  for (long c = 0; c < blocks; c++)
+    for (long tap = 0; tap < 9; tap++) {
+      const long i = row + tap / 3 - s.pad_top, j = column + tap % 3 - s.pad_left;
+      if (i < 0 || i >= s.height || j < 0 || j >= s.width) continue;
+      const float* x = d.x + (((image * blocks + c) * s.height + i) * s.width + j) * BLOCK;
+      const float* w = d.weights + ((filter / BLOCK * blocks + c) * 9 + tap) * BLOCK * BLOCK;
+      for (long lane = 0; lane < BLOCK; lane++) sum += at(w + lane * BLOCK) * x[lane];
+    }
+  return sum;
+}
+
+// Whether a number of a vector is NaN.
+inline bool has_nan(const Vec& v) {
+  const auto is_nan = v != v;
+  long long words[BLOCK / 2], any = 0;
+  static_assert(sizeof words == sizeof is_nan);
+  std::memcpy(words, &is_nan, sizeof words);
+  for (long long word : words) any |= word;
+  return any != 0;
+}
+
 // Transforms m [P][tiles][F][B] of the filters from `filter` on back into y [N][K/B][H][W][B].
-template <long T>
-void output(const Shape& s, const Epilogue& e, const float* m, long stride, long begin, long end, long filter,
-            long vectors, float* y) {
+template <long T, bool kExact>
+void output(const Shape& s, const Epilogue& e, const Direct& d, const float* m, long stride, long begin, long end,
+            long filter, long vectors, float* y) {
   constexpr long kPatch = T + 2;
   for (long f = 0; f < vectors; f++, filter += BLOCK, m += BLOCK) {
     const Vec bias = e.bias ? at(e.bias + filter) : Vec{};
@@ -203,6 +240,10 @@ void output(const Shape& s, const Epilogue& e, const float* m, long stride, long
       const float* from = m + offset * vectors * BLOCK;
       const long plane = (image * s.filters + filter) * s.out_height * s.out_width;
       const long height = std::min(T, s.out_height - T * row);
+      const auto store = [&](long i, long j, const Vec& r) {
+        const long o = plane + ((T * row + i) * s.out_width + j) * BLOCK;
+        at(y + o) = e.activation(e.sum ? r + bias + at(e.sum + o) : r + bias);
+      };
       for (long j = T * column; j < T * (column + length); j += T, from += vectors * BLOCK) {
         Vec t[T][kPatch];
         for (long i = 0; i < kPatch; i++) {
@@ -211,22 +252,28 @@ void output(const Shape& s, const Epilogue& e, const float* m, long stride, long
           Transform<T>::after(line, to);
           for (long k = 0; k < T; k++) t[k][i] = to[k];
         }
+        const long width = std::min(T, s.out_width - j);
+        Vec lost{};  // what is finite, less itself, is 0; the rest is NaN
         for (long i = 0; i < height; i++) {
           Vec r[T];
           Transform<T>::after(t[i], r);
-          for (long w = 0; w < T && j + w < s.out_width; w++) {
-            const long o = plane + ((T * row + i) * s.out_width + j + w) * BLOCK;
-            at(y + o) = e.activation(e.sum ? r[w] + bias + at(e.sum + o) : r[w] + bias);
+          for (long w = 0; w < width; w++) {
+            store(i, j + w, r[w]);
+            if (kExact) lost += r[w] - r[w];
           }
         }
+        if (kExact && has_nan(lost))
+          for (long i = 0; i < height; i++)
+            for (long w = 0; w < width; w++)
+              store(i, j + w, direct(s, d, image, filter, T * row + i, j + w));
       }
     });
   }
 }
 
 // Computes part `index` of the convolution, with tiles of T: some tiles of y for some filters.
-template <long T>
-void part_of(const Shape& s, const Plan& p, const float* x, const float* u, const Epilogue& e, float* y,
+template <long T, bool kExact>
+void part_of(const Shape& s, const Plan& p, const Direct& d, const float* u, const Epilogue& e, float* y,
              long index) {
   const long positions = s.positions();
   const long it = index / p.filter_parts, ik = index % p.filter_parts;
@@ -235,7 +282,7 @@ void part_of(const Shape& s, const Plan& p, const float* x, const float* u, cons
   const long v_stride = s.channels * count + kPad, m_stride = count * kGroup * BLOCK + kPad;
   float* v = vectors::scratch(positions * (v_stride + m_stride));
   float* m = v + positions * v_stride;
-  input<T>(s, x, begin, end, v, v_stride);
+  input<T>(s, d.x, begin, end, v, v_stride);
   for (long g = s.groups() * ik / p.filter_parts; g < s.groups() * (ik + 1) / p.filter_parts; g++) {
     const long filter = g * kGroup * BLOCK;
     const long vectors = std::min(kGroup, (s.filters - filter) / BLOCK);
@@ -243,14 +290,16 @@ void part_of(const Shape& s, const Plan& p, const float* x, const float* u, cons
     for (long q = 0; q < positions; q++)
       product(v + q * v_stride, u + (filter * positions + q * vectors * BLOCK) * s.channels, m + q * m_stride,
               blocks, count);
-    output<T>(s, e, m, m_stride, begin, end, filter, vectors, y);
+    output<T, kExact>(s, e, d, m, m_stride, begin, end, filter, vectors, y);
   }
 }
 
 // Computes part `index` of the convolution.
-inline void part(const Shape& s, const Plan& p, const float* x, const float* u, const Epilogue& e, float* y,
+inline void part(const Shape& s, const Plan& p, const Direct& d, const float* u, const Epilogue& e, float* y,
                  long index) {
-  (s.tile == 2 ? part_of<2> : part_of<4>)(s, p, x, u, e, y, index);
+  const auto exact = s.tile == 2 ? part_of<2, true> : part_of<4, true>;
+  const auto plain = s.tile == 2 ? part_of<2, false> : part_of<4, false>;
+  (d.weights ? exact : plain)(s, p, d, u, e, y, index);
 }
 
 }  // namespace winograd
