@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -58,9 +59,9 @@ class Compile(Engine):
     and the pieces' code follows each other, with the shapes, strides and dtypes of the graph at the cuts. The
     rounds of an unrolled loop, which are equal but for what they are given, share what is compiled for one.
     On a CPU, where the weights are in oneDNN's own layout, this process traces meanwhile, which runs no
-    compiler and no compiled kernel but for a test of the compiler itself. There the kernels of a graph are
-    compiled together, each in a namespace of its own, by inductor's own command. A cache entry of inductor
-    was compiled from an equal graph; a cached library whose compiler was killed is built again.
+    compiler and no compiled kernel. There the kernels of a graph are compiled together, each in a namespace
+    of its own, by inductor's own command. A cache entry of inductor was compiled from an equal graph; a
+    cached library whose compiler was killed is built again.
     Cost: seconds to a minute of compilation in another process, and some seconds to load the result; where it
     is compiled here, with a warm cache, some seconds to trace, in large networks ten and more.
     """
@@ -120,7 +121,9 @@ class Compile(Engine):
         with capturing():
             hints = list[str]()
             if program.device.type == "cpu":
-                made = [self._compile(piece, rehearsed) for piece in self.divided(program, 1)]
+                is_beside = rehearsed is not Rehearsed
+                with prepared_compiler() if is_beside else contextlib.nullcontext():
+                    made = [self._compile(piece, rehearsed) for piece in self.divided(program, 1)]
                 return self._made(program, self._division(program, 1), made, hints, 1)
             told = rehearsed()
             division = self._division(program, told.count)
@@ -192,7 +195,7 @@ class Compile(Engine):
         keep_indices(module)
         if program.device.type == "cpu":
             keep_nan(module)
-        with program.scope(), prepared_compiler(program.device), merged_kernels():
+        with program.scope(), merged_kernels():
             entered = _entered(program)
             module = with_forms(module, entered, DIVISIONS)
             with tracing(TracingContext(mode := static_shapes())):

@@ -1,53 +1,49 @@
-"""Prepares inductor's C++ compiler in a thread of its own while a graph is traced.
+"""Prepares inductor's C++ compiler in a process of its own while others trace a graph.
 
-Before its first kernel inductor compiles a file for each instruction set of the processor, precompiles its
-headers, and reads all of Triton for the key of a cache: 15 s in empty caches on two cores, and little of that
-is Python. What is in its caches is not made again.
+Before its first kernel inductor compiles a file for each instruction set of the processor and precompiles its
+headers: 12 s in empty caches, in which nothing else happens. What this process has made, others find in
+inductor's cache. It is no thread, because inductor's tests of instruction sets change what all threads have.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
+import os
+import signal
 from collections.abc import Iterator
 
-import torch
-
 from ampopt.engines.merged_kernels import merged_kernels
-from ampopt.system.quiet import quiet
+from ampopt.system.children import start_child
 
 NOTHING = 'extern "C" void kernel() {}'
-"""A kernel that asks for everything and is not compiled, because nobody waits for it."""
+"""A kernel that asks for all that kernels need."""
+
+COMPILERS = 2
+"""So that inductor does not compile a kernel before somebody waits for it, which nobody does."""
 
 
 @contextlib.contextmanager
-def prepared_compiler(device: torch.device) -> Iterator[None]:
-    """Prepare the compiler for a CPU during the block, which ends after that; once in a process.
-
-    `torch._inductor.compile_fx` has to be there: two threads that load its modules may wait for each other.
-    """
-    if device.type != "cpu":
+def prepared_compiler() -> Iterator[None]:
+    """Prepare the compiler during the block; what is not done at its end is given up."""
+    if os.name != "posix":
         yield
         return
-    thread = _thread()
+    try:
+        child = start_child(__name__, cores=COMPILERS)
+    except OSError:  # no memory or no process left: the first kernel does it
+        yield
+        return
     try:
         yield
     finally:
-        thread.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
-@functools.cache
-def _thread() -> threading.Thread:
-    thread = threading.Thread(target=_prepare, daemon=True)
-    thread.start()
-    return thread
+if __name__ == "__main__":
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
 
-
-def _prepare() -> None:
-    with contextlib.suppress(Exception), quiet(), merged_kernels():  # the first kernel tells why not
-        from torch._inductor.async_compile import AsyncCompile
-        from torch._inductor.codecache import CacheBase
-
+    with config.patch(compile_threads=COMPILERS), merged_kernels():
         AsyncCompile().cpp_pybinding([], NOTHING)
-        CacheBase.get_system()

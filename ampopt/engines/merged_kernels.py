@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 import shlex
@@ -28,6 +29,9 @@ logger = logging.getLogger("ampopt")
 
 EACH = 3000
 """What a kernel costs beside the characters of its source, in such characters."""
+
+MOST = 16
+"""Kernels in one file: what a compiler that is stopped has not finished is lost."""
 
 _INCLUDED = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _DEFINED = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(?!PY_SSIZE_T_CLEAN\b)(\w+)", re.MULTILINE)
@@ -87,7 +91,7 @@ class _Kernel:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a module of Python that includes headers as others do, with no macros of its own."""
+        """Whether it is a module of Python that includes headers as others do, and has no macros before."""
         told = self._command.split()
         is_known = str(self.file) in told and str(self.library) in told
         *_, last = (0, *(found.end() for found in _INCLUDED.finditer(self.source)))
@@ -121,14 +125,21 @@ class _Batch:
         return self
 
     def result(self, timeout: float | None = None) -> None:
-        """Compile what waits. What fails is left to inductor, which compiles it alone and tells why not."""
+        """Compile what waits: together, and what fails alone. Inductor tells why a kernel cannot be.
+
+        An interruption ends it, though compilers that run go on.
+        """
         kernels, self._kernels = self._kernels, []
         from torch._inductor.async_compile import get_compile_threads  # it takes seconds to load
 
         count = get_compile_threads()
         shares = [share for alike in _alike(kernels) for share in _shared(alike, count)]
-        with ThreadPoolExecutor(count) as pool:
-            list(pool.map(_compile, shares))
+        pool = ThreadPoolExecutor(count)
+        try:
+            left = [kernel for failed in pool.map(_compiled, shares) for kernel in failed]
+            list(pool.map(_compile_alone, left))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 _batch: ContextVar[_Batch | None] = ContextVar("batch", default=None)
@@ -179,7 +190,8 @@ def _alike(kernels: Sequence[_Kernel]) -> list[list[_Kernel]]:
 
 
 def _shared(kernels: Sequence[_Kernel], count: int) -> list[list[_Kernel]]:
-    """Kernels in up to so many shares that take about as long, the longest first."""
+    """Kernels in so many shares that take about as long, in more if they are many, the longest first."""
+    count = max(count, math.ceil(len(kernels) / MOST))
     shares: list[tuple[int, list[_Kernel]]] = [(0, []) for _ in range(count)]
     for kernel in sorted(kernels, key=lambda kernel: len(kernel.source), reverse=True):
         least = min(range(count), key=lambda number: shares[number][0])
@@ -198,28 +210,42 @@ def merged(kernels: Sequence[_Kernel]) -> str:
     return "\n".join(["#define PY_SSIZE_T_CLEAN", *headers, *parts, _MODULES.format(choices=choices)])
 
 
-def _compile(kernels: Sequence[_Kernel]) -> None:
-    """Compile a share; where that fails, each kernel of it alone."""
+def _compiled(kernels: Sequence[_Kernel]) -> Sequence[_Kernel]:
+    """Compile a share; those of it that are to be compiled alone."""
     if len(kernels) > 1:
         try:
             _compile_together(kernels)
         except (OSError, subprocess.SubprocessError) as error:
             logger.debug("ampopt: kernels are compiled one by one", exc_info=error)
-    for kernel in kernels:
-        with contextlib.suppress(Exception):  # inductor compiles it once more when it loads it, and tells
-            kernel.task()
+            return kernels
+    else:
+        _compile_alone(*kernels)
+    return []
+
+
+def _compile_alone(kernel: _Kernel) -> None:
+    with contextlib.suppress(Exception):  # inductor compiles it once more when it loads it, and tells
+        kernel.task()
 
 
 def _compile_together(kernels: Sequence[_Kernel]) -> None:
     """Compile kernels as one library, which gets the names of theirs, each in one step.
 
-    Raises OSError and SubprocessError.
+    Where a file may have one name only, they are copies. Raises OSError and SubprocessError.
     """
     with tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         file, library = Path(folder, "merged.cpp"), Path(folder, "merged.so")
         file.write_text(merged(kernels), encoding="utf-8")
         subprocess.run(kernels[0].command(file, library), cwd=folder, check=True, capture_output=True)
         first, *others = kernels
-        with replacing(first.library) as made:
-            shutil.copyfile(library, made)
-    also_named(first.library, *(other.library for other in others))
+        _copy(library, first.library)
+        try:
+            also_named(first.library, *(other.library for other in others))
+        except OSError:
+            for other in others:
+                _copy(library, other.library)
+
+
+def _copy(library: Path, to: Path) -> None:
+    with replacing(to) as made:
+        shutil.copyfile(library, made)

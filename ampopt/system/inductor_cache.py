@@ -35,10 +35,13 @@ def remove_cut_off_builds() -> None:
     assumes that existing files are complete: after a killed build, such as a rehearsal that runs out of time,
     every later compilation of the same kernel fails. A build in progress is recognized by its lock.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # it takes seconds to load
+
     if os.name != "posix":
         return
     root = inductor_folder()
-    for folder in root.glob(f"*/*{BUILDING}"):
+    headers = Path(default_cache_dir())  # they are there also where $TORCHINDUCTOR_CACHE_DIR is another
+    for folder in {each for place in (root, headers) for each in place.glob(f"*/*{BUILDING}")}:
         name = folder.name.removesuffix(BUILDING)
         own = folder.parent / "locks"  # those of headers lie beside them
         locks = own if own.is_dir() else root / "locks"

@@ -6,8 +6,9 @@ import functools
 import importlib.util
 import os
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import fresh_cache
 
+from ampopt.engines import cpp_compiler
 from ampopt.engines import merged_kernels as module
 from ampopt.engines.cpp_compiler import NOTHING, prepared_compiler
 from ampopt.engines.merged_kernels import merged_kernels
@@ -26,8 +28,6 @@ from ampopt.passes import Compile
 from tests.helpers import program_of
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="merged on POSIX systems only")
-
-CPU = torch.device("cpu")
 
 _GUARDS: Any = torch._C._dynamo.guards
 POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", str(_GUARDS._torchinductor_pyobject_tensor_data_ptr)
@@ -165,20 +165,70 @@ def test_other_tasks_go_to_inductors_threads() -> None:
     assert submitted.result() == 7
 
 
-def test_a_prepared_compiler_has_its_headers_and_compiles_nothing(
+def test_where_a_file_has_one_name_kernels_are_copies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(module, "also_named", refuse)
+    alone = list[object]()
+    monkeypatch.setattr(module, "_compile_alone", alone.append)
+    with merged_kernels():
+        made = [AsyncCompile().cpp_pybinding(["float*"], _loop(number)) for number in range(4)]
+        assert _values(*made) == [0.5, 1.5, 2.5, 3.5]
+    assert not alone
+    assert files_of(found := libraries(folder)) == len(found) == 4
+
+
+def test_many_kernels_are_more_files_than_there_are_compilers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ampopt.engines import cpp_compiler
+    monkeypatch.setattr(module, "MOST", 2)
+    with merged_kernels():
+        made = [AsyncCompile().cpp_pybinding(["float*"], _loop(number)) for number in range(6)]
+        assert _values(*made) == [number + 0.5 for number in range(6)]
+    assert files_of(libraries(folder)) == 3
 
-    cpp_compiler._thread.cache_clear()
-    with prepared_compiler(CPU):
-        pass
-    [source] = folder.glob("*/*.main.cpp")
+
+def test_an_interruption_ends_the_compilation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(kernels: Any) -> None:
+        raise OSError("its compiler was interrupted, too")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    alone = list[object]()
+    monkeypatch.setattr(module, "_compile_together", fail)
+    monkeypatch.setattr(module, "_compile_alone", alone.append)
+    monkeypatch.setattr(ThreadPoolExecutor, "map", interrupted)
+    with merged_kernels():
+        made = [AsyncCompile().cpp_pybinding(["float*"], _loop(number)) for number in range(4)]
+        with pytest.raises(KeyboardInterrupt):
+            made[0].result()
+    assert not alone
+    assert not libraries(folder)
+
+
+def test_a_prepared_compiler_has_its_headers_and_compiles_nothing(folder: Path) -> None:
+    with prepared_compiler():
+        until = time.monotonic() + 60
+        while not (found := list(folder.glob("*/*.main.cpp"))) and time.monotonic() < until:
+            time.sleep(0.1)
+    [source] = found
     assert NOTHING in source.read_text()
     assert not libraries(folder)
 
 
-def test_nothing_is_prepared_for_a_gpu(folder: Path) -> None:
-    with prepared_compiler(torch.device("cuda")):
+def test_what_is_not_prepared_is_given_up() -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="traced"), prepared_compiler():
+        raise ValueError("it cannot be traced")
+    assert time.monotonic() - began < 5
+
+
+def test_without_processes_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(cpp_compiler, "start_child", refuse)
+    with prepared_compiler():
         pass
-    assert not list(folder.glob("*/*.main.cpp"))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime import cache_dir_utils
 
 from ampopt.system.inductor_cache import remove_cut_off_builds
 
@@ -41,6 +42,17 @@ def test_a_build_that_was_cut_off_is_removed_but_for_its_source(cache: Path) -> 
 
 def test_a_header_that_was_cut_off_is_removed(cache: Path) -> None:
     header, compiled = _build(cache / "precompiled_headers", "abc.h", "", ".gch")
+    remove_cut_off_builds()
+    assert (header.exists(), compiled.exists()) == (True, False)
+
+
+def test_headers_lie_in_inductors_own_folder_wherever_the_cache_is(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("own")
+    monkeypatch.setattr(cache_dir_utils, "default_cache_dir", lambda: str(folder))
+    (folder / "precompiled_headers" / "locks").mkdir(parents=True)
+    header, compiled = _build(folder / "precompiled_headers", "abc.h", "", ".gch")
     remove_cut_off_builds()
     assert (header.exists(), compiled.exists()) == (True, False)
 
