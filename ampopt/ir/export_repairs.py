@@ -1,4 +1,4 @@
-"""Repairs of what `torch.export` of PyTorch 2.10 makes of sizes, which change nothing in a newer one."""
+"""Repairs of PyTorch for captures: sizes in exports of 2.10, and masks that are asked for their values."""
 
 from __future__ import annotations
 
@@ -31,6 +31,32 @@ def right_sizes() -> Iterator[None]:
                 undo.callback(setattr, module, name, before)
                 setattr(module, name, repaired(before))
         yield
+
+
+@contextlib.contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Let transformers in the block use the masks that they are given, and not ask whether they are causal.
+
+    `nn.TransformerEncoder` and `nn.TransformerDecoder` compare the values of a mask with those of a causal
+    one, and no graph can hold the answer. It is a hint: without it the mask itself is used, for the same
+    results (`torch.nn.modules.transformer`, 2.10 to 2.14). A hint of the caller's is kept. Enter it within
+    `capturing`.
+    """
+    from torch.nn.modules import transformer
+
+    module: Any = transformer
+    if (detect := getattr(module, "_detect_is_causal_mask", None)) is None:
+        yield
+        return
+
+    def told(_mask: Tensor | None, is_causal: bool | None = None, *_: object) -> bool:
+        return bool(is_causal)
+
+    module._detect_is_causal_mask = told
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = detect
 
 
 def _with_states_of_two_dimensions(layer: Callable[..., Any]) -> Callable[..., Any]:

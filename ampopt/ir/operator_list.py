@@ -32,6 +32,8 @@ _UNFIT = {
 """What words in an operator's name say against it."""
 
 _PRIVATE = {
+    "_conj",
+    "_neg_view",
     "_unsafe_view",
     "_unsafe_index",
     "_safe_softmax",
@@ -41,8 +43,8 @@ _PRIVATE = {
     "_upsample_nearest_exact2d",
     "_upsample_nearest_exact3d",
 }
-"""Operators for PyTorch's own use that decompositions and interpolation leave in graphs, and that check
-their arguments; others count where PyTorch has them in its core set."""
+"""Operators for PyTorch's own use that conjugates, decompositions and interpolation leave in graphs, and that
+check their arguments; others count where PyTorch has them in its core set."""
 
 _UNFIT_TAGS = {
     torch.Tag.data_dependent_output: "its result is not a tensor",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,14 +11,20 @@ from torch import _meta_registrations as shapes
 from torch import nn
 from torch._decomp import decompositions
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules import transformer
 
 from ampopt.ir.capturing import capturing
-from ampopt.ir.export_repairs import right_sizes
+from ampopt.ir.export_repairs import masks_as_given, right_sizes
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.stable_forms import with_stable_forms
 from tests.helpers import Model, program_of
+from tests.support.planted import captured_of
 
-NAMES = [(shapes, "div_rtn"), (decompositions, "one_layer_lstm")]
+NAMES: list[tuple[Any, str]] = [
+    (shapes, "div_rtn"),
+    (decompositions, "one_layer_lstm"),
+    (transformer, "_detect_is_causal_mask"),
+]
 
 
 def _functions() -> list[object]:
@@ -70,3 +78,39 @@ def test_adaptive_max_pooling_is_of_tiles_where_pytorch_has_no_form_of_it(
     assert any(calls(formed, [aten.max_pool2d_with_indices.default])) is in_tiles
     assert not any(calls(formed, [aten.adaptive_max_pool2d.default]))  # else it is of windows that differ
     assert torch.equal(formed(x)[0], F.adaptive_max_pool2d(x, (2, 3)))
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(4)
+OTHER = torch.zeros(4, 4).index_fill(0, torch.tensor(0), -1.5)
+
+
+def _masked(make_mask: Any) -> nn.Module:
+    """An encoder that makes its own mask."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return Model(lambda m, x: m.encoder(x, mask=make_mask(x.shape[1])), encoder=encoder).eval()
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, OTHER], ids=["causal", "other"])
+def test_a_transformer_with_any_mask_is_one_graph(mask: torch.Tensor) -> None:
+    model, given = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval(), CAUSAL
+    x, y = torch.randn(2, 3, 8), torch.randn(2, 4, 8)
+    program = captured_of(model, x, y, None, given)[1].program
+    with torch.no_grad():
+        for tgt_mask in (given, mask):
+            [found] = program.run(x, y, tgt_mask)
+            torch.testing.assert_close(found, model(x, y, None, tgt_mask))
+
+
+def test_a_mask_that_a_model_makes_is_part_of_its_graph() -> None:
+    model, x = _masked(nn.Transformer.generate_square_subsequent_mask), torch.randn(2, 4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(captured_of(model, x)[1].program.run(x)[0], model(x))
+
+
+@pytest.mark.parametrize("hint", [True, False])
+def test_a_hint_of_the_callers_is_kept(hint: bool) -> None:
+    with masks_as_given():
+        assert transformer._detect_is_causal_mask(CAUSAL, hint, 4) is hint
+        assert transformer._detect_is_causal_mask(CAUSAL, None, 4) is False
+        assert transformer._detect_is_causal_mask(None, None) is False

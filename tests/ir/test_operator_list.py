@@ -20,6 +20,7 @@ aten = torch.ops.aten
         *(aten.add.Tensor, aten.__and__.Tensor, aten.index.Tensor, aten.max_unpool2d.default),
         *(aten.scaled_dot_product_attention.default, aten.lstm.input, aten.upsample_bilinear2d.vec),
         *(aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec),
+        *(aten._conj.default, aten._neg_view.default, aten.view_as_real.default),
         *(aten.dropout.default, aten.fake_quantize_per_tensor_affine.default, aten.fft_rfft2.default),
     ],
     ids=str,
