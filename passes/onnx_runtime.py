@@ -61,7 +61,8 @@ class OnnxRuntime(Engine):
     equivalent), and the runtime computes the same expressions, possibly in another order. Options are only
     taken where their outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are
     exact, and so are `ort.groups` and `ort.padding`, which add zeros, for finite numbers; `ort.chains` and
-    `ort.narrow_groups` sum in another order; `ort.winograd` computes the same function with another rounding.
+    `ort.narrow_groups` sum in another order; `ort.winograd` computes the same function with another rounding,
+    which is relative to the largest number of a tile.
     NaN stays, and may spread in merged groups and Winograd's tiles. Where an operator decides by values,
     groups are not merged, and what is not finite in a tile is computed anew without transforms.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
@@ -122,7 +123,7 @@ class OnnxRuntime(Engine):
             if program.sizes:  # buffers have one size
                 options = dataclasses.replace(options, io_binding=False)
             engine = OnnxEngine(OnnxRunner(model, options))
-            if rewrites != Rewrites():
+            if rewrites != Rewrites(exact=rewrites.exact):
                 tried = _tried(model, options, lambda: rewrites, entered, engine(*entered), hints)
                 engine = tried[0] if tried is not None else engine
         chosen = {**options.to_dict(), **dataclasses.asdict(rewrites)}

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import CaptureError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.custom_forward import shown_as_under_autocast
+from ampopt.ir.export_repairs import masks_as_given
 from ampopt.ir.graph import aten, calls, where
 from ampopt.ir.keywords import in_order, taken_by_name
 from ampopt.ir.lane_io import LaneIO, original_of
@@ -89,7 +90,7 @@ def _export(
         model, kwargs = with_state(working_copy(state.model), state), {**kwargs, ARGUMENT: state.initial}
     elif isinstance(model, torch.jit.ScriptModule):  # which torch.export itself refuses
         return export_script(model, args, kwargs)
-    with shown_as_under_autocast(), stacks_within_models():
+    with shown_as_under_autocast(), stacks_within_models(), masks_as_given(model):
         if state is None and scripted_submodules(model):
             with contextlib.suppress(AttributeError):  # the model reads more of one than its results
                 frozen = with_frozen_scripts(working_copy(model))

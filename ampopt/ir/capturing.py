@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ampopt.ir.export_repairs import masks_as_given, right_sizes
+from ampopt.ir.export_repairs import right_sizes
 from ampopt.ir.operator_tables import operators_found_once
 from ampopt.ir.transforms_ended import transforms_ended
 from ampopt.system import turns
@@ -31,7 +31,6 @@ def capturing() -> Iterator[None]:
         quiet(),
         collected_later(),
         right_sizes(),
-        masks_as_given(),
         operators_found_once(),
         transforms_ended(),
     ):

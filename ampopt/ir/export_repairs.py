@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -34,29 +35,48 @@ def right_sizes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def masks_as_given() -> Iterator[None]:
-    """Let transformers in the block use the masks that they are given, and not ask whether they are causal.
+def masks_as_given(model: nn.Module) -> Iterator[None]:
+    """Let the transformers of a model use the masks that they are given, and not ask whether they are causal.
 
     `nn.TransformerEncoder` and `nn.TransformerDecoder` compare the values of a mask with those of a causal
-    one, and no graph can hold the answer. It is a hint: without it the mask itself is used, for the same
-    results (`torch.nn.modules.transformer`, 2.10 to 2.14). A hint of the caller's is kept. Enter it within
-    `capturing`.
+    one, and no export can hold the answer. To PyTorch's own layers it is a hint: without it they use the mask
+    itself, for the same results from finite numbers (`torch.nn.modules.transformer`, 2.10 to 2.14). Where a
+    layer is another's, nothing changes, nor does it for hints of the caller's and in other threads. Enter it
+    within `capturing`.
     """
     from torch.nn.modules import transformer
 
     module: Any = transformer
-    if (detect := getattr(module, "_detect_is_causal_mask", None)) is None:
+    detect = getattr(module, "_detect_is_causal_mask", None)
+    if detect is None or not _has_own_layers(model):
         yield
         return
+    owner = threading.get_ident()
 
-    def told(_mask: Tensor | None, is_causal: bool | None = None, *_: object) -> bool:
-        return bool(is_causal)
+    def told(mask: Tensor | None = None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        if threading.get_ident() != owner:
+            return bool(detect(mask, is_causal, size))
+        return is_causal is True
 
     module._detect_is_causal_mask = told
     try:
         yield
     finally:
         module._detect_is_causal_mask = detect
+
+
+def _has_own_layers(model: nn.Module) -> bool:
+    """Whether a model has transformers, all of PyTorch's own layers."""
+    stacks = [m for m in model.modules() if isinstance(m, (nn.TransformerEncoder, nn.TransformerDecoder))]
+    layers: list[nn.Module] = [layer for stack in stacks for layer in stack.layers]
+    attentions = [m for layer in layers for m in layer.children() if isinstance(m, nn.MultiheadAttention)]
+    own = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention
+    parts = [*layers, *attentions]
+    return bool(layers) and all(type(m) in own and not _OVERRIDDEN & vars(m).keys() for m in parts)
+
+
+_OVERRIDDEN = {"forward", "_sa_block", "_mha_block"}
+"""What an instance may have of its own in the place of its class's."""
 
 
 def _with_states_of_two_dimensions(layer: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import CaptureError
 from ampopt.ir.capture import Captured
 from ampopt.ir.capturing import capturing
+from ampopt.ir.export_repairs import masks_as_given
 from ampopt.ir.graph import aten, calls, finish
 from ampopt.ir.lane_io import original_call
 from ampopt.ir.lowering import lower
@@ -45,7 +46,7 @@ def capture_symbolic(
     device = captured.program.device
     with capturing(), plain_world(device), untouched_rng(device):
         specification = shapes.dynamic_shapes(model, args, kwargs)
-        with stacks_within_models():
+        with stacks_within_models(), masks_as_given(model):
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
         if any(isinstance(spec.arg, SymIntArgument) for spec in exported.graph_signature.output_specs):
             raise CaptureError("its result holds a number that depends on the sizes")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch import _meta_registrations as shapes
-from torch import nn
 from torch._decomp import decompositions
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules import transformer
@@ -23,7 +24,6 @@ from tests.support.planted import captured_of
 NAMES: list[tuple[Any, str]] = [
     (shapes, "div_rtn"),
     (decompositions, "one_layer_lstm"),
-    (transformer, "_detect_is_causal_mask"),
 ]
 
 
@@ -86,9 +86,7 @@ OTHER = torch.zeros(4, 4).index_fill(0, torch.tensor(0), -1.5)
 
 def _masked(make_mask: Any) -> nn.Module:
     """An encoder that makes its own mask."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return Model(lambda m, x: m.encoder(x, mask=make_mask(x.shape[1])), encoder=encoder).eval()
+    return Model(lambda m, x: m.encoder(x, mask=make_mask(x.shape[1])), encoder=encoder()).eval()
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, OTHER], ids=["causal", "other"])
@@ -108,9 +106,65 @@ def test_a_mask_that_a_model_makes_is_part_of_its_graph() -> None:
         torch.testing.assert_close(captured_of(model, x)[1].program.run(x)[0], model(x))
 
 
-@pytest.mark.parametrize("hint", [True, False])
-def test_a_hint_of_the_callers_is_kept(hint: bool) -> None:
-    with masks_as_given():
-        assert transformer._detect_is_causal_mask(CAUSAL, hint, 4) is hint
-        assert transformer._detect_is_causal_mask(CAUSAL, None, 4) is False
-        assert transformer._detect_is_causal_mask(None, None) is False
+class Hinted(nn.TransformerEncoderLayer):
+    """Takes the hint for the mask."""
+
+    def _sa_block(self, x: Tensor, *_: Any, is_causal: bool = False, **__: Any) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
+
+
+def encoder(kind: type[nn.TransformerEncoderLayer] = nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(kind(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+
+
+def with_own_attention() -> nn.Module:
+    model = encoder()
+    vars(model.layers[1])["_sa_block"] = lambda x, *_: x
+    return model
+
+
+@pytest.mark.parametrize("model", [encoder(Hinted), with_own_attention(), nn.Linear(2, 2)], ids=repr)
+def test_layers_that_are_not_pytorchs_own_are_told_what_they_are_told(model: nn.Module) -> None:
+    before = transformer._detect_is_causal_mask
+    with masks_as_given(model):
+        assert transformer._detect_is_causal_mask is before
+
+
+@pytest.mark.parametrize("hint", [True, False, None, 1])
+def test_the_callers_hint_is_kept_and_other_threads_are_told_what_pytorch_tells_them(hint: Any) -> None:
+    found = list[bool]()
+
+    def ask() -> None:
+        found.append(transformer._detect_is_causal_mask(mask=CAUSAL, is_causal=hint, size=4))
+
+    before = transformer._detect_is_causal_mask
+    with masks_as_given(encoder()):
+        ask()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    ask()
+    told = hint is True or hint is None  # PyTorch looks at the mask where there is no hint
+    assert found == [hint is True, told, told]
+    assert transformer._detect_is_causal_mask is before
+    with pytest.raises(ValueError, match="half-way"), masks_as_given(encoder()):
+        raise ValueError("half-way")
+    assert transformer._detect_is_causal_mask is before
+
+
+def test_what_dynamo_traces_within_a_capture_runs_outside() -> None:
+    model, made = encoder().eval(), list[object]()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    x = torch.randn(2, 4, 8)
+    with torch.no_grad(), capturing():
+        traced = torch.compile(lambda x: model(x, mask=CAUSAL, is_causal=True).sin(), backend=backend)
+        expected = traced(x)
+    count = len(made)
+    with torch.no_grad():
+        torch.testing.assert_close(torch._dynamo.run(traced)(x), expected)
+        traced(x)
+    assert len(made) == count  # no guard has failed

@@ -91,6 +91,16 @@ def test_nothing_that_spreads_nan_is_tried_where_that_may_be_taken_for_a_value(
 
 
 @pytest.mark.usefixtures("default_options")
+def test_where_nothing_was_rewritten_a_replay_rewrites_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "EXACT", [])
+    program = program_of(Unpooling().eval(), torch.randn(1, 3, 12, 12))
+    replay = OnnxRuntime().apply(program).replay
+    monkeypatch.setattr(onnx_runtime, "rewritten", lambda *_: pytest.fail("rewritten"))
+    assert replay is not None
+    assert replay.apply(program).hints == ()
+
+
+@pytest.mark.usefixtures("default_options")
 @pytest.mark.parametrize("faster", [True, False])
 def test_fewer_reorderings_are_kept_where_they_are_faster_and_in_replays(
     faster: bool, monkeypatch: pytest.MonkeyPatch

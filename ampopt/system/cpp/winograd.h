@@ -204,19 +204,34 @@ void multiply_all(const float* v, const float* u, float* m, long blocks, long co
     }
 }
 
-// The sum of the convolution itself for B filters at one place of the output, without bias.
-inline Vec direct(const Shape& s, const Direct& d, long image, long filter, long row, long column) {
+// The sums of the convolution itself for B filters in the tile at a place of the output, without bias.
+template <long T>
+void direct(const Shape& s, const Direct& d, long image, long filter, long row, long column, Vec (&sum)[T * T]) {
   const long blocks = s.channels / BLOCK;
-  Vec sum{};
+  for (Vec& each : sum) each = Vec{};
   for (long c = 0; c < blocks; c++)
     for (long tap = 0; tap < 9; tap++) {
-      const long i = row + tap / 3 - s.pad_top, j = column + tap % 3 - s.pad_left;
-      if (i < 0 || i >= s.height || j < 0 || j >= s.width) continue;
-      const float* x = d.x + (((image * blocks + c) * s.height + i) * s.width + j) * BLOCK;
       const float* w = d.weights + ((filter / BLOCK * blocks + c) * 9 + tap) * BLOCK * BLOCK;
-      for (long lane = 0; lane < BLOCK; lane++) sum += at(w + lane * BLOCK) * x[lane];
+      const long top = row + tap / 3 - s.pad_top, left = column + tap % 3 - s.pad_left;
+      const float* x = d.x + (((image * blocks + c) * s.height + top) * s.width + left) * BLOCK;
+      if (top >= 0 && top + T <= s.height && left >= 0 && left + T <= s.width) {
+        const long line = s.width * BLOCK;
+        Vec all[T * T];
+        std::copy(sum, sum + T * T, all);
+        for (long lane = 0; lane < BLOCK; lane++)
+#pragma GCC unroll 16
+          for (long o = 0; o < T * T; o++)
+            all[o] += at(w + lane * BLOCK) * x[o / T * line + o % T * BLOCK + lane];
+        std::copy(all, all + T * T, sum);
+        continue;
+      }
+      for (long o = 0; o < T * T; o++) {
+        const long i = top + o / T, j = left + o % T;
+        if (i < 0 || i >= s.height || j < 0 || j >= s.width) continue;
+        for (long lane = 0; lane < BLOCK; lane++)
+          sum[o] += at(w + lane * BLOCK) * x[(o / T * s.width + o % T) * BLOCK + lane];
+      }
     }
-  return sum;
 }
 
 // Whether a number of a vector is NaN.
@@ -262,10 +277,12 @@ void output(const Shape& s, const Epilogue& e, const Direct& d, const float* m, 
             if (kExact) lost += r[w] - r[w];
           }
         }
-        if (kExact && has_nan(lost))
+        if (kExact && has_nan(lost)) {
+          Vec sum[T * T];
+          direct<T>(s, d, image, filter, T * row, j, sum);
           for (long i = 0; i < height; i++)
-            for (long w = 0; w < width; w++)
-              store(i, j + w, direct(s, d, image, filter, T * row + i, j + w));
+            for (long w = 0; w < width; w++) store(i, j + w, sum[T * i + w]);
+        }
       }
     });
   }
