@@ -177,15 +177,25 @@ def _check_state(captured: Captured, lifted: LiftedState) -> None:
 
 
 def _check_sizes(graph: fx.GraphModule) -> None:
-    """Raise ExportError for a graph that checks a number which its inputs' values decide: a size, mostly."""
+    """Raise ExportError for a graph that checks a number which its inputs' values decide: a size, a place."""
     if (node := next(calls(graph, (aten._assert_scalar.default,)), None)) is None:
         return
     while node.all_input_nodes and not _gives_tensors(node):
-        node = node.all_input_nodes[0]
+        number, node = node, node.all_input_nodes[0]
+        if any(user.target in _SELECTIONS for user in number.users):
+            raise ExportError(
+                f"a value decides which place the model reads or writes, at {where(node)}, and a bundle's "
+                "program has fixed ones: give that tensor to index_select or index_copy_, or write a file "
+                "with export_onnx, which may hold it"
+            )
     raise ExportError(
         f"the values of the model's inputs decide its sizes, at {where(node)}, and a bundle's program has "
         "fixed ones: leave that step out, or write a file with export_onnx, which may hold it"
     )
+
+
+_SELECTIONS = aten.select.int, aten.select_scatter.default
+"""Operators that read or write at one place, which is a number."""
 
 
 def _gives_tensors(node: fx.Node) -> bool:

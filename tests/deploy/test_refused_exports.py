@@ -87,6 +87,41 @@ def test_a_bundle_holds_no_sizes_that_values_decide(name: str, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+class Ring(nn.Module):
+    """Keeps four results, the place of the next one in a tensor; `copies`: it writes by `index_copy_`."""
+
+    kept: torch.Tensor
+    place: torch.Tensor
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.conv, self.copies = nn.Conv2d(3, 4, 3), copies
+        self.register_buffer("kept", torch.zeros(4, 4))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.conv(x).mean((0, 2, 3))
+        if self.copies:
+            self.kept.index_copy_(0, (self.place % 4)[None], result[None])
+        else:
+            self.kept[self.place % 4] = result
+        self.place += 1
+        return self.kept.sum(0)
+
+
+def test_a_place_that_a_value_decides_is_no_size_and_the_advice_that_is_given_helps(tmp_path: Path) -> None:
+    place = r"which place the model reads or writes, at remainder \(.*\.py:.*index_copy_"
+    with pytest.raises(ExportError, match=place):
+        module_of(Ring(copies=False).eval(), X).save(tmp_path / "bundle", onnx=None)
+    assert list(tmp_path.iterdir()) == []
+    model = Ring(copies=True).eval()
+    module_of(model, X).save(tmp_path / "bundle", onnx=None)
+    loaded = ampopt.load(tmp_path / "bundle", backend="ampopt", device="cpu")
+    with torch.no_grad():
+        for x in (X, 2 * X):
+            torch.testing.assert_close(loaded(x), model(x))
+
+
 @pytest.mark.parametrize("code", [errno.EFBIG, errno.ENOSPC])
 def test_a_disk_that_does_not_take_the_onnx_model_is_told_of_the_bundle(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
