@@ -8,8 +8,10 @@ inductor's cache. It is no thread, because inductor's tests of instruction sets 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 
 from ampopt.engines.merged_kernels import merged_kernels
@@ -24,21 +26,23 @@ COMPILERS = 2
 
 @contextlib.contextmanager
 def prepared_compiler() -> Iterator[None]:
-    """Prepare the compiler during the block; what is not done at its end is given up."""
-    if os.name != "posix":
-        yield
-        return
-    try:
-        child = start_child(__name__, cores=COMPILERS)
-    except OSError:  # no memory or no process left: the first kernel does it
-        yield
-        return
+    """Prepare the compiler during the block, once for a process; what is not done at its end is given up."""
+    child = started()
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        if child is not None and child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+            child.wait()
+
+
+@functools.cache
+def started() -> subprocess.Popen[bytes] | None:
+    """The process that prepares; None where none can be started: the first kernel does it then."""
+    try:
+        return start_child(__name__, cores=COMPILERS) if os.name == "posix" else None
+    except OSError:  # no memory or no process left
+        return None
 
 
 if __name__ == "__main__":

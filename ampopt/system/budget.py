@@ -12,7 +12,7 @@ DEFAULT_S = 60.0
 """The time budget in seconds, if the user gives none and calls are not slow."""
 
 DEFAULT_CALLS = 600
-"""The time budget in calls, if the user gives none and they are slow: about five times what one pass needs.
+"""The time budget in calls, if the user gives none and they are slow: about six times what one pass needs.
 
 Half of them go into verification and the last comparison, and what is left is for a compiler, too.
 """

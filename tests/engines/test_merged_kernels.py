@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -208,6 +209,15 @@ def test_an_interruption_ends_the_compilation(folder: Path, monkeypatch: pytest.
     assert not libraries(folder)
 
 
+@pytest.fixture
+def nothing_prepared() -> Iterator[None]:
+    """As in a new process."""
+    cpp_compiler.started.cache_clear()
+    yield
+    cpp_compiler.started.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_prepared")
 def test_a_prepared_compiler_has_its_headers_and_compiles_nothing(folder: Path) -> None:
     with prepared_compiler():
         until = time.monotonic() + 60
@@ -218,17 +228,24 @@ def test_a_prepared_compiler_has_its_headers_and_compiles_nothing(folder: Path) 
     assert not libraries(folder)
 
 
-def test_what_is_not_prepared_is_given_up() -> None:
-    began = time.monotonic()
+@pytest.mark.usefixtures("nothing_prepared")
+def test_what_is_not_prepared_is_given_up_and_not_begun_again() -> None:
+    child = cpp_compiler.started()
+    assert child is not None
+    assert child.poll() is None
     with pytest.raises(ValueError, match="traced"), prepared_compiler():
         raise ValueError("it cannot be traced")
-    assert time.monotonic() - began < 5
+    assert child.returncode == -signal.SIGKILL
+    with prepared_compiler():
+        assert cpp_compiler.started() is child
+    assert child.returncode == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("nothing_prepared")
 def test_without_processes_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
     monkeypatch.setattr(cpp_compiler, "start_child", refuse)
     with prepared_compiler():
-        pass
+        assert cpp_compiler.started() is None
