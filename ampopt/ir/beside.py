@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,7 @@ def _reaching_the_outputs(run: _Beside, outputs: Sequence[Any]) -> dict[fx.Node,
     generator = torch.Generator().manual_seed(0)
     squares = dict.fromkeys(nodes, 0.0)
     for _ in range(PROBES):
+        reaching = _Numbers(ends[0].device)
         directions = []
         for end in ends:
             noise = torch.randn(end.shape, generator=generator, dtype=end.dtype, device="cpu").to(end.device)
@@ -120,10 +121,31 @@ def _reaching_the_outputs(run: _Beside, outputs: Sequence[Any]) -> dict[fx.Node,
             slopes = torch.autograd.grad(
                 ends, [run.values[node] for node in nodes], directions, retain_graph=True, allow_unused=True
             )
-        for node, slope in zip(nodes, slopes, strict=True):
-            if slope is not None:
-                squares[node] += float((slope.conj() * run.errors[node]).real.sum()) ** 2 / PROBES
+        places = {
+            node: reaching.add((slope.conj() * run.errors[node]).real.sum())
+            for node, slope in zip(nodes, slopes, strict=True)
+            if slope is not None
+        }
+        found = reaching.read()
+        for node, place in places.items():
+            squares[node] += found[place] ** 2 / PROBES
     return {node: square**0.5 for node, square in squares.items() if square > 0}
+
+
+class _Numbers:
+    """Numbers about tensors that stay on the device until all are read: each read waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._numbers = device, list[Tensor]()
+
+    def add(self, number: Tensor) -> int:
+        """The place of a number, a real tensor without dimensions, among those that `read` gives."""
+        self._numbers.append(number.detach().to(self._device, torch.float64))
+        return len(self._numbers) - 1
+
+    def read(self) -> list[float]:
+        """All numbers."""
+        return torch.stack(self._numbers).tolist() if self._numbers else []
 
 
 class _Exact(fx.Interpreter):
@@ -163,9 +185,31 @@ class _Beside(_Exact):
         super().__init__(program, keep=keep)
         self._borders = iter(program.entry)
         self._kinds: dict[fx.Node, Any] = {}
-        self.seen: dict[fx.Node, Seen] = {}
+        self._numbers = _Numbers(program.device)
+        self._compared: dict[fx.Node, list[_Compared]] = {}
+        self._largest: dict[fx.Node, list[int]] = {}
         self.values: dict[fx.Node, Tensor] = {}
         self.errors: dict[fx.Node, Tensor] = {}
+
+    @property
+    def seen(self) -> dict[fx.Node, Seen]:
+        """What each call gave, of a run that has ended; of one with `keep` nothing."""
+        numbers = self._numbers.read()
+
+        def largest(nodes: Iterable[fx.Node]) -> float:
+            return max((numbers[place] for node in nodes for place in self._largest[node]), default=0.0)
+
+        found = {}
+        for node, compared in self._compared.items():
+            seen = Seen(
+                largest([node]),
+                largest(self._low(node)),
+                reads=frozenset().union(*map(self._dtypes, node.all_input_nodes)),
+            )
+            for each in compared:
+                seen = seen.joined(each.seen(numbers))
+            found[node] = seen
+        return found
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -184,8 +228,9 @@ class _Beside(_Exact):
                 if any(map(self._comes_low, n.all_input_nodes)):
                     given = self._call_exact(n, self._as_it_comes)
         self._kinds[n] = pytree.tree_map(lambda leaf: getattr(leaf, "dtype", None), own)
-        self._compare(n, own, exact, given)
-        if self._keep and _is_rounded(exact):
+        if not self._keep:
+            self._compare(n, own, exact, given)
+        elif _is_rounded(exact):
             if not exact.requires_grad:
                 exact = exact.detach().requires_grad_()
             error = widened(own) - given.detach()
@@ -213,13 +258,17 @@ class _Beside(_Exact):
         return pytree.tree_map(rounded, self.env[source], self._kinds[source])
 
     def _compare(self, node: fx.Node, own: Any, exact: Any, given: Any) -> None:
-        seen = Seen(reads=frozenset().union(*map(self._dtypes, node.all_input_nodes)))
-        for a, r in zip(pytree.tree_leaves(own), pytree.tree_leaves(given), strict=True):
-            if _is_rounded(r):
-                seen = seen.joined(_compared(a, r.detach()))
-        low = [source for source in node.all_input_nodes if self._dtypes(source) & LOW]
-        read = max((_magnitude(self.env[source]) for source in low), default=0.0)
-        self.seen[node] = dataclasses.replace(seen, largest=_magnitude(exact), largest_read=read)
+        pairs = zip(pytree.tree_leaves(own), pytree.tree_leaves(given), strict=True)
+        self._compared[node] = [_Compared(a, r, self._numbers) for a, r in pairs if _is_rounded(r)]
+        values = {node: exact, **{source: self.env[source] for source in self._low(node)}}
+        for each, value in values.items():
+            if each not in self._largest:
+                leaves = [leaf for leaf in pytree.tree_leaves(value) if _is_rounded(leaf) and leaf.numel()]
+                self._largest[each] = [self._numbers.add(_magnitude(leaf)) for leaf in leaves]
+
+    def _low(self, node: fx.Node) -> list[fx.Node]:
+        """What a call reads in a lower precision."""
+        return [source for source in node.all_input_nodes if self._dtypes(source) & LOW]
 
     def _dtypes(self, source: fx.Node) -> frozenset[torch.dtype]:
         return frozenset(leaf for leaf in pytree.tree_leaves(self._kinds[source]) if leaf is not None)
@@ -254,27 +303,31 @@ class _Accumulated(_Beside):
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _compared(own: Tensor, exact: Tensor) -> Seen:
-    finite = torch.isfinite(exact)
-    spoilt = finite & ~torch.isfinite(own)
-    both = finite & ~spoilt
-    norm = float(torch.linalg.vector_norm(exact[both]))
-    error = float(torch.linalg.vector_norm(widened(own)[both] - exact[both]))
-    return Seen(
-        error=error / norm if norm > 0 else error,
-        overflows=bool(spoilt.any()),
-        gives=frozenset({own.dtype}),
-    )
+class _Compared:
+    """A result of a call beside the same in float64: places of its numbers."""
+
+    def __init__(self, own: Tensor, exact: Tensor, numbers: _Numbers) -> None:
+        finite = torch.isfinite(exact)
+        spoilt = finite & ~torch.isfinite(own)
+        both = finite & ~spoilt
+        self._dtype = own.dtype
+        self._norm = numbers.add(torch.linalg.vector_norm(torch.where(both, exact, 0.0)))
+        self._error = numbers.add(torch.linalg.vector_norm(torch.where(both, widened(own) - exact, 0.0)))
+        self._spoilt = numbers.add(spoilt.any())
+
+    def seen(self, numbers: Sequence[float]) -> Seen:
+        """The relative error and whether it overflows."""
+        norm, error = numbers[self._norm], numbers[self._error]
+        return Seen(
+            error=error / norm if norm > 0 else error,
+            overflows=bool(numbers[self._spoilt]),
+            gives=frozenset({self._dtype}),
+        )
 
 
-def _magnitude(value: Any) -> float:
-    """The largest finite magnitude among the tensors of a value; 0 where there is none."""
-    largest = 0.0
-    for leaf in pytree.tree_leaves(value):
-        if _is_rounded(leaf):
-            finite = leaf.detach()[torch.isfinite(leaf)]
-            largest = max(largest, float(finite.abs().max())) if finite.numel() else largest
-    return largest
+def _magnitude(leaf: Tensor) -> Tensor:
+    """The largest finite magnitude of a tensor with elements; 0 where none is finite."""
+    return torch.where(torch.isfinite(leaf), leaf.abs(), 0.0).amax()
 
 
 def _is_empty(value: Any) -> bool:

@@ -138,7 +138,10 @@ class PrecisionSearch:
         return self._fewest(ranked, guess)
 
     def _fewest(self, ranked: Sequence[str], guess: int) -> Found | str:
-        """The fewest of the first ones that make it right: upwards from a guess, then by bisection."""
+        """The fewest of the first ones that make it right: upwards from a guess, then by bisection.
+
+        The guess is always tried: to rank has taken longer.
+        """
 
         def too_many(count: int) -> bool:
             return self._too_many(self._candidate(ranked[:count])) is not None
@@ -146,8 +149,8 @@ class PrecisionSearch:
         most = bisect.bisect_left(range(len(ranked) + 1), True, key=too_many) - 1
         wrong, right, best = 0, most + 1, None
         count = min(max(guess, 1), most)
-        for _ in range(TRIALS):
-            if count == wrong or not self._judge.has_time():
+        for trial in range(TRIALS):
+            if count == wrong or (trial and not self._judge.has_time()):
                 break
             if self._is_right(found := self._candidate(ranked[:count])):
                 right, best = count, found
