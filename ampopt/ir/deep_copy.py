@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ampopt.ir.parts import LRU_CACHED, referent_of, walk
+from ampopt.ir.parts import LRU_CACHED, is_empty, referent_of, walk
 from ampopt.ir.shared_memory import copies_in_common
 
 Memo = dict[Any, Any]
@@ -242,7 +242,12 @@ def _fill(made: dict[Any, Any], value: dict[Any, Any], memo: Memo) -> None:
     memo[id(value)] = made  # a part may lead back to it
     for key, each in value.items():
         own = key if type(key) in _PLAIN else _copied(key, memo)
-        made[own] = each if type(each) in _PLAIN else _copied(each, memo)
+        if type(each) in _PLAIN:
+            made[own] = each
+        elif is_empty(each) and isinstance(each, dict) and id(each) not in memo:
+            made[own] = memo[id(each)] = type(each)()
+        else:
+            made[own] = _copied(each, memo)
 
 
 _HOOKS = (

@@ -24,7 +24,7 @@ from ampopt.errors import CaptureError
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.model_differences import Place, differences
 from ampopt.ir.moments import in_words
-from ampopt.ir.parts import parts_of, walk
+from ampopt.ir.parts import is_empty, parts_of, walk
 from ampopt.ir.signature import OutputLayout, flatten_outputs
 
 _ABSENT = object()
@@ -252,7 +252,7 @@ def memory_of(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
             continue  # its attributes live in C++
         own = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
         for attribute, value in {**own, **module._buffers, **module._parameters}.items():
-            if isinstance(value, _ATOMS):
+            if isinstance(value, _ATOMS) or is_empty(value):
                 continue
             for path, leaf in pytree.tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():

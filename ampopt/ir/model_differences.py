@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import re
 import types
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.numerics import relative_error
-from ampopt.ir.parts import attributes_of, parts_of
+from ampopt.ir.parts import attributes_of, is_empty, parts_of
 
 _DEEPEST = 40
 """Nesting of objects that is looked into."""
@@ -41,13 +41,13 @@ def differences(one: nn.Module, other: nn.Module, *, emptied: bool = True) -> li
     A number that is the identity of a part is no other one than that of the same part of the other copy.
     Without `emptied`, what holds nothing in the other copy is no difference: a cache that it fills anew.
     """
-    found, identities = dict[Place, None](), _identities(one, other)
+    found, identities = dict[Place, None](), functools.cache(lambda: _identities(one, other))
     names, others = dict(one.named_modules()), dict(other.named_modules())
     for name, module in one.named_modules():
         if isinstance(module, torch.jit.ScriptModule) or name not in others:
             continue  # its attributes live in C++
         for key, mine, yours in _members(vars(module), vars(others[name])):
-            if mine is yours or key in ("_modules", "_parameters", "_buffers"):
+            if mine is yours or key in ("_modules", "_parameters", "_buffers") or _are_empty(mine, yours):
                 continue
             if (rest := _Comparison(identities, emptied).difference(mine, yours)) is not None:
                 found[Place(name, key, rest)] = None
@@ -94,6 +94,14 @@ def hidden_difference(one: nn.Module, other: nn.Module) -> Place | None:
 _ABSENT = object()
 
 
+_LEAST_ADDRESS = 1 << 12
+"""The first page of memory is nobody's, and an identity is an address."""
+
+
+def _are_empty(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and is_empty(a) and is_empty(b)
+
+
 def _members(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for key in mine.keys() | yours.keys():
         yield key, mine.get(key, _ABSENT), yours.get(key, _ABSENT)
@@ -102,20 +110,20 @@ def _members(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[tupl
 class _Comparison:
     """Compares two values with all that they are made of; each pair of values once."""
 
-    def __init__(self, identities: Mapping[Any, int] | None = None, emptied: bool = True) -> None:
-        """`identities`: numbers that are the identities of parts, with those of the other's parts.
+    def __init__(self, identities: Callable[[], Mapping[int, int]] = dict, emptied: bool = True) -> None:
+        """`identities`: gives the numbers that are the identities of parts, with those of the other's parts.
 
         `emptied`: see `differences`.
         """
-        self._identities, self._emptied = {} if identities is None else identities, emptied
+        self._identities, self._emptied = identities, emptied
         self._seen = dict[tuple[int, int], tuple[Any, Any]]()
 
     def difference(self, a: Any, b: Any, path: str = "", depth: int = 0) -> str | None:
         """The path to the first place where two values differ; None where they are alike."""
         if a is b or (id(a), id(b)) in self._seen or isinstance(a, (nn.Module, fx.Graph)):
             return None  # modules come by their names; a copy of an fx.GraphModule has its own class
-        if type(a) is type(b) and type(a) in _PLAIN and not a and not b and not _has_own(a, b):
-            return None  # a module has a dozen of hooks
+        if _are_empty(a, b):
+            return None
         self._seen[id(a), id(b)] = a, b  # an identity is one only as long as the object lives
         if not self._emptied and _is_empty(b) and _may_be_emptied(a):
             return None
@@ -153,7 +161,8 @@ class _Comparison:
 
     def _own(self, value: Any) -> Any:
         """A value of the one as the other has it: the identity of a part as that of the other's."""
-        return self._identities.get(value, value) if type(value) is int else value
+        is_address = type(value) is int and value >= _LEAST_ADDRESS
+        return self._identities().get(value, value) if is_address else value
 
     def _printed(self, thing: Any) -> str:
         return _printed(self._own(thing))
@@ -184,13 +193,6 @@ def _key(thing: Any) -> Any:
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
-_PLAIN = {dict, list, tuple, set, OrderedDict}
-
-
-def _has_own(*values: Any) -> bool:
-    """Whether any of several objects has attributes of its own."""
-    return any(getattr(each, "__dict__", None) for each in values)
-
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
@@ -226,7 +228,7 @@ def _printed(thing: Any) -> str:
 
 def without_addresses(text: str) -> str:
     """A text that names objects, as it is of copies of them, too."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text) if " at 0x" in text else text
 
 
 _TAKEN_APART = (
@@ -234,6 +236,9 @@ _TAKEN_APART = (
     *(np.random.Generator, np.random.RandomState),
 )
 """What has no parts of its own, but can be taken apart."""
+
+_COMPARED = (*_ATOMS, *_TAKEN_APART, Tensor)
+"""What is compared as a whole."""
 
 SAME = 1e-3
 """Relative error up to which hidden tensors count as the same: they may be results."""
@@ -252,10 +257,12 @@ class _Hidden:
             return None
         if type(a) is not type(b):
             return path if inside else None
-        if isinstance(a, (*_ATOMS, *_TAKEN_APART, Tensor)):
+        if isinstance(a, _COMPARED):
             return path if inside and not _is_same(a, b) else None
         self._seen[id(a), id(b)] = a, b  # an identity is one only as long as the object lives
         if isinstance(a, nn.Module) and id(a) in self._registered and depth:
+            return None
+        if is_empty(a) and is_empty(b):
             return None
         inside = inside or isinstance(a, (types.FunctionType, nn.Module))
         mine, yours = (dict(_steps(each)) for each in (a, b))

@@ -27,6 +27,11 @@ ATOMS = (
 )
 """Values without parts that cannot change."""
 
+_KINDS_OF_ATOMS = frozenset(map(id, (bool, int, float, complex, str, bytes, type(None), torch.dtype)))
+"""The identities of the classes of most of them: a user's class may have no hash."""
+
+_PLAIN = frozenset(map(id, (dict, list, tuple, set, frozenset, collections.OrderedDict)))
+
 LRU_CACHED = type(functools.lru_cache(lambda: None))
 
 _WITHOUT = (*ATOMS, types.ModuleType, types.CodeType, torch.jit.ScriptModule, np.dtype, fx.Graph)
@@ -111,6 +116,11 @@ def _known_of(kind: type) -> tuple[bool, list[str]]:
 def items_of(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """A dict's own items: a class of a user's may make others, or import a library, where it is asked."""
     return list(dict.items(value) if isinstance(value, dict) else value.items())
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value is a plain container without anything: a module has a dozen of hooks."""
+    return id(type(value)) in _PLAIN and not value and not getattr(value, "__dict__", None)
 
 
 def attributes_of(value: Any) -> Iterator[Part]:
@@ -347,12 +357,16 @@ def walk(
     kept = []
     while waiting:
         path, value = waiting.pop()
-        if id(value) in seen or not can_be_looked_at(value) or (leave_out is not None and leave_out(value)):
+        is_atom = id(type(value)) in _KINDS_OF_ATOMS
+        if not is_atom and (id(value) in seen or not can_be_looked_at(value)):
             continue
-        if isinstance(value, ATOMS):
+        if leave_out is not None and leave_out(value):
+            continue
+        if is_atom or isinstance(value, ATOMS):
             yield path, value
             continue
         seen.add(id(value))
         kept.append(value)  # an identity is one only as long as the object lives
         yield path, value
-        waiting += [(path + step, part) for step, part in parts_of(value, code=code, classes=classes)]
+        if not is_empty(value):
+            waiting += [(path + step, part) for step, part in parts_of(value, code=code, classes=classes)]
