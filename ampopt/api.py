@@ -48,6 +48,7 @@ from ampopt.system.budget import (
     default_budget_s,
 )
 from ampopt.system.exits import exits_refused
+from ampopt.system.garbage import old_left_aside
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
 from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
@@ -59,6 +60,7 @@ WORTH_A_STAGE_S = 20.0
 
 
 @optimizing.taken()
+@old_left_aside()
 @watched()
 @exits_refused()
 @process_kept()

@@ -39,6 +39,7 @@ from ampopt.search.waiting_threads import fewer_threads_if_they_wait
 from ampopt.system.budget import calls_to_verify
 from ampopt.system.environment import environment
 from ampopt.system.exits import exits_refused
+from ampopt.system.garbage import old_left_aside
 from ampopt.system.interrupts import interruptible, watched
 from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
@@ -57,6 +58,7 @@ MEASURING = 0.25
 
 
 @optimizing.taken()
+@old_left_aside()
 @watched()
 @exits_refused()
 @process_kept()

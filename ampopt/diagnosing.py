@@ -41,6 +41,7 @@ from ampopt.search.progress import progress_line
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.exits import exits_refused
+from ampopt.system.garbage import old_left_aside
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
 from ampopt.system.memory import release
 from ampopt.system.plain_files import path_of
@@ -58,6 +59,7 @@ SWEEPING = 0.5
 
 
 @optimizing.taken()
+@old_left_aside()
 @watched()
 @exits_refused()
 @process_kept()

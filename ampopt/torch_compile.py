@@ -24,6 +24,7 @@ from ampopt.search.compiled_graph import CompiledGraph, compile_graph, is_weight
 from ampopt.search.options import Options
 from ampopt.search.progress import progress_line
 from ampopt.search.rehearsal import Sandbox
+from ampopt.system.garbage import old_left_aside
 from ampopt.system.interrupts import check_interrupted, watched
 from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
@@ -93,6 +94,7 @@ def _checked(mode: str | None, options: dict[str, Any]) -> tuple[bool | None, Op
 
 
 @optimizing.taken(waits=False)  # Dynamo's own lock is held here: the other thread may wait for that
+@old_left_aside()
 @watched()
 @process_kept()
 def _compiled(

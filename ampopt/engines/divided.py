@@ -223,10 +223,13 @@ _REFUSING = (
 )
 """Parts of the names of operators that may fail on zeros: a matrix of zeros has no inverse."""
 
+_NEVER_REFUSING = ("detach", "linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_matmul")
+"""Parts of the names of those that do not, of which `functional.normalize` makes one."""
+
 
 def _may_refuse(node: fx.Node) -> bool:
     name = str(node.target)
-    return "detach" not in name and any(part in name for part in _REFUSING)
+    return any(p in name for p in _REFUSING) and not any(p in name for p in _NEVER_REFUSING)
 
 
 def _crossing(program: Program, cuts: Sequence[int]) -> dict[fx.Node, Tensor]:

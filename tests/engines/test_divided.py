@@ -95,9 +95,12 @@ def test_a_division_is_made_once() -> None:
     assert divided(program, 2) is not division
 
 
-def test_nothing_runs_for_a_division_where_no_piece_refuses_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [torch.exp, torch.nn.functional.normalize])
+def test_nothing_runs_for_a_division_where_no_piece_refuses_zeros(
+    step: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU a first run loads kernels for seconds, for which compilers would wait."""
-    program = copied(forty)
+    program = program_of(Model(lambda m, x: step(m.blocks(x)), blocks=forty()), image())
     monkeypatch.setattr("ampopt.engines.divided._crossing", lambda *_: pytest.fail("it has run"))
     division = divided(program, 2)
     assert division is not None
