@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import CaptureError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.custom_forward import shown_as_under_autocast
-from ampopt.ir.export_repairs import masks_as_given
+from ampopt.ir.export_repairs import averages_of_all_batches, masks_as_given
 from ampopt.ir.graph import aten, calls, where
 from ampopt.ir.keywords import in_order, taken_by_name
 from ampopt.ir.lane_io import LaneIO, original_of
@@ -83,6 +83,7 @@ class Captured:
         return self.program.examples[: len(self.program.examples) - len(self.state)]
 
 
+@averages_of_all_batches()  # before the call with a state is made of the model's own
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: LiftedState | None
 ) -> torch.export.ExportedProgram:

@@ -1,13 +1,16 @@
-"""Repairs of PyTorch for captures: sizes in exports of 2.10, and masks that are asked for their values."""
+"""Repairs of PyTorch for captures: sizes in exports of 2.10; masks and counts that are asked for values."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -63,6 +66,48 @@ def masks_as_given(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._detect_is_causal_mask = detect
+
+
+@contextlib.contextmanager
+def averages_of_all_batches() -> Iterator[None]:
+    """Let batch norms that average over all batches, `momentum=None`, divide by their count as a tensor.
+
+    In training they make a number of the count, 1 / n for the momentum, and no export can hold that. Here the
+    statistics of the batch are those that momentum 1 leaves of zeros, and move the averages by 1 / n: the
+    same numbers. Those of other batch norms and of other threads stay. Enter it within `capturing`.
+    """
+    owner = threading.get_ident()
+    with contextlib.ExitStack() as undo:
+        for kind in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm):
+            undo.callback(setattr, kind, "forward", kind.forward)
+            kind.forward = _with_a_count(kind.forward, owner)  # type: ignore[method-assign]
+        yield
+
+
+def _with_a_count(forward: Callable[..., Tensor], owner: int) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def counting(self: Any, input: Tensor) -> Tensor:
+        count = self.num_batches_tracked
+        averages = self.training and self.track_running_stats and self.momentum is None and count is not None
+        if threading.get_ident() != owner or not averages or _may_be_synchronized(self):
+            return forward(self, input)
+        self._check_input_dim(input)
+        count.add_(1)
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        result = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        share = count.to(torch.float64 if mean.dtype is torch.float64 else torch.float32).reciprocal()
+        self.running_mean.mul_(1 - share).add_(mean * share)
+        self.running_var.mul_(1 - share).add_(variance * share)
+        return result
+
+    return counting
+
+
+def _may_be_synchronized(norm: nn.Module) -> bool:
+    """Whether a batch norm may take the statistics of several processes' batches."""
+    distributed = torch.distributed
+    is_shared = isinstance(norm, nn.SyncBatchNorm) and distributed.is_available()
+    return is_shared and distributed.is_initialized()
 
 
 def _has_own_layers(model: nn.Module) -> bool:

@@ -42,6 +42,7 @@ from ampopt.ir.graph import (
     where,
 )
 from ampopt.ir.masked_updates import write_out_masked_updates
+from ampopt.ir.norm_statistics import write_out_statistics
 from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_dtypes import widen_own
@@ -268,7 +269,8 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
     """Bring decomposed operators back to the whole ones that passes match.
 
     `_native_batch_norm_legit_no_training` returns (normalized, empty, empty): its first result is
-    `batch_norm` with running statistics. `convolution` is `convNd`, or `conv_transposeNd` where it says so.
+    `batch_norm` with running statistics. That of `_native_batch_norm_legit.no_stats` is `batch_norm` by the
+    input's own. `convolution` is `convNd`, or `conv_transposeNd` where it says so.
     `_to_copy` to the dtype that a tensor has is a cast; one that the caller gets may be a copy for him.
     """
     for node in calls(module, [aten._to_copy.default]):
@@ -282,6 +284,12 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
                 x, weight, bias, mean, variance, momentum, eps = node.args
                 norm = (x, weight, bias, mean, variance, False, momentum, eps, True)
                 replace(user, insert_call(module, user, aten.batch_norm.default, *norm))
+    for node in calls(module, [aten._native_batch_norm_legit.no_stats]):
+        if all(user.args[1] == 0 for user in node.users):
+            given, options = node.args[:3], node.args[3:]
+            own = insert_call(module, node, aten.batch_norm.default, *given, None, None, *options, True)
+            for user in list(node.users):
+                replace(user, own)
     plain = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
     transposed = {
         3: aten.conv_transpose1d.default,
@@ -321,6 +329,7 @@ def lower(exported: ExportedProgram, states: Sequence[str] = ()) -> fx.GraphModu
 def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
     note_exported(exported.graph_module)
     write_out_masked_updates(exported)
+    write_out_statistics(exported)
     module = _lift_weights(exported, states)
     drop_idle_writes(module)
     if not _rename_in_place(module):

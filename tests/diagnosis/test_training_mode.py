@@ -17,6 +17,7 @@ from ampopt.diagnosis.watch import watch
 from ampopt.ir.model_copy import private_copy
 from tests.helpers import Model
 from tests.support.cases import CPU, case_of, every_remedy_helps
+from tests.support.norms import training
 
 X, STEPS = torch.randn(2, 3, 8, 8), torch.randn(5, 2, 16)
 DRAWN = itertools.count()
@@ -224,3 +225,14 @@ def test_a_model_that_draws_its_own_random_numbers_in_training_is_told_as_a_whol
 
     (found,) = found_in(Model(drawing, conv=nn.Conv2d(3, 3, 1)).train(), X).values()
     assert found.says.startswith("in training mode the model gives other results than in evaluation mode")
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_batch_norm_that_eval_leaves_in_training_is_a_fault(momentum: float | None) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), training(nn.BatchNorm2d, 4, momentum=momentum)).eval()
+    found = found_in(model, X)
+    assert set(found) == {"batch-norm-in-evaluation-mode"}
+    own = found["batch-norm-in-evaluation-mode"]
+    assert own.is_fault
+    assert own.places == ("1",)
+    assert "changes the running ones in evaluation mode, too" in own.says

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules import transformer
 
 from ampopt.ir.capturing import capturing
-from ampopt.ir.export_repairs import masks_as_given, right_sizes
+from ampopt.ir.export_repairs import averages_of_all_batches, masks_as_given, right_sizes
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.stable_forms import with_stable_forms
 from tests.helpers import Model, program_of
@@ -168,3 +168,38 @@ def test_what_dynamo_traces_within_a_capture_runs_outside() -> None:
         torch.testing.assert_close(torch._dynamo.run(traced)(x), expected)
         traced(x)
     assert len(made) == count  # no guard has failed
+
+
+def test_batch_norms_average_as_they_did_after_it_and_in_other_threads() -> None:
+    before, seen = _forwards(), list[Tensor]()
+
+    def averaged() -> Tensor:
+        norm = nn.BatchNorm1d(3, momentum=None)
+        for n in range(3):
+            norm(torch.arange(6.0).view(2, 3) * (n + 1))
+        own: Any = norm
+        return torch.cat([own.running_mean, own.running_var, own.num_batches_tracked.view(1)])
+
+    expected = averaged()
+    with capturing(), averages_of_all_batches():
+        assert _forwards() != before
+        torch.testing.assert_close(averaged(), expected)
+        other = threading.Thread(target=lambda: seen.append(averaged()))
+        other.start()
+        other.join()
+    assert torch.equal(seen[0], expected)
+    assert _forwards() == before
+    with pytest.raises(ValueError, match="half-way"), averages_of_all_batches():
+        raise ValueError("half-way")
+    assert _forwards() == before
+
+
+def _forwards() -> list[object]:
+    return [nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward]
+
+
+def test_a_batch_norm_that_averages_all_batches_refuses_what_it_refused() -> None:
+    with averages_of_all_batches():
+        for x in (torch.zeros(2, 3), torch.zeros(1, 3, 1, 1)):
+            with pytest.raises(ValueError, match=r"expected 4D|more than 1 value"):
+                nn.BatchNorm2d(3, momentum=None)(x)
