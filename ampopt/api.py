@@ -203,7 +203,7 @@ def optimize(
         with progress_line(progress, started, options.budget_s) as tell:
             result, options = _optimize(original, args, kwargs, options, started, tell, sandbox, call_s)
     result.strict = strict
-    notes = busy, note, mode_note(model), io_note(original), _budget_note(options, call_s)
+    notes = busy, note, mode_note(model, original), io_note(original), _budget_note(options, call_s)
     result.report.notes[:0] = [told for told in notes if told]
     release(where)  # of what was tried and lost
     return result

@@ -125,7 +125,7 @@ def compare(
             draws = max((n for n, s in enumerate(needed_s) if s <= VERIFYING * options.budget_s), default=0)
             tolerance, faults = options.tolerance, options.nan
             verifier = Verifier(original, captured, tolerance=tolerance, draws=draws, faults=faults)
-            notes = [note for note in (busy, mode_note(model), captured.told) if note is not None]
+            notes = [note for note in (busy, mode_note(model, original), captured.told) if note is not None]
             lanes = dict.fromkeys(lanes_for(precision, where, amp_dtype), call_s)
             if time.perf_counter() < started + options.budget_s:
                 lanes = judgeable(tuple(lanes), captured, verifier, options.budget_s, notes)

@@ -183,7 +183,7 @@ def diagnose(
             if module is not None:
                 tell("all", "optimized program")
                 own = add_optimized(case, module)
-    notes = [told for told in (wrapped, note, mode_note(model, "measured")) if told]
+    notes = [told for told in (wrapped, note, mode_note(model, case.original, "measured")) if told]
     release(where)
     return Diagnosis(
         model=type(model).__name__,

@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampopt.ir.place_in_code import place_of_line
 
@@ -53,9 +54,28 @@ def obstacle(error: BaseException) -> str | None:
     for each in _chain(error):
         if any(map(_packs, _frames(each))):
             return PACKED
-        if (found := _in_torchscript(each) or _asks_for_values(each)) is not None:
+        if (found := _in_torchscript(each) or _averages(each) or _asks_for_values(each)) is not None:
             return found
     return None
+
+
+def _averages(error: BaseException) -> str | None:
+    """That a batch norm makes a number of how many batches it has seen, where an error is about values."""
+    if not any(words in str(error) for words in _BY_VALUES):
+        return None
+    found = (frame.f_locals.get("self") for frame in _frames(error))
+    inside = [each for each in found if isinstance(each, nn.Module) and not _is_of_an_export(each)]
+    if not inside or not isinstance(norm := inside[-1], _BatchNorm) or norm.momentum is not None:
+        return None
+    path = next((name for name, each in inside[0].named_modules() if each is norm), "")
+    return (
+        f"{path or 'it'} ({type(norm).__name__}) averages over all batches, momentum=None, by a number that "
+        "it reads from a tensor: give it a momentum, or let eval() end its training"
+    )
+
+
+def _is_of_an_export(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(("torch.export", "torch._export"))
 
 
 def _asks_for_values(error: BaseException) -> str | None:

@@ -20,7 +20,7 @@ from ampopt.ir.arguments import (
     check_example,
 )
 from ampopt.ir.copyable import check_copyable
-from ampopt.ir.lane_io import LaneIO, with_own_dtypes
+from ampopt.ir.lane_io import LaneIO, original_of, with_own_dtypes
 from ampopt.ir.model_copy import (
     device_of,
     exact_copy,
@@ -140,10 +140,13 @@ def _is_of_operators(model: nn.Module) -> bool:
     return all(name == GUARDS for name in called)
 
 
-def mode_note(model: object, did: str = "measured and optimized") -> str | None:
+def mode_note(
+    model: object, evaluated: nn.Module | None = None, did: str = "measured and optimized"
+) -> str | None:
     """A note for the report if the model, or a part of it, is not in evaluation mode; `did`: what was done.
 
-    An exported program, and a graph of operators alone, have the mode in which they were made.
+    `evaluated` is the copy of which it was done: there are modules that train in any mode. An exported
+    program, and a graph of operators alone, have the mode in which they were made.
     """
     if not isinstance(model, nn.Module) or _is_of_operators(model):
         return None
@@ -152,4 +155,16 @@ def mode_note(model: object, did: str = "measured and optimized") -> str | None:
         return None
     be = "is" if sum(modes) == 1 else "are"
     which = "the model is" if all(modes) else f"{sum(modes)} of the model's {len(modes)} modules {be}"
-    return f"{which} in training mode: what was {did} is evaluation mode"
+    return f"{which} in training mode: what was {did} is evaluation mode{_but_for(evaluated)}"
+
+
+def _but_for(evaluated: nn.Module | None) -> str:
+    """The modules of a model in evaluation mode that are in training mode all the same."""
+    if evaluated is None:
+        return ""
+    modules = original_of(evaluated).named_modules()
+    left = [f"{path or 'the model'} ({type(each).__name__})" for path, each in modules if is_training(each)]
+    if not left:
+        return ""
+    more = f" and {len(left) - 1} more, which eval() leaves as they are"
+    return f", but for {left[0]}{more if len(left) > 1 else ', which eval() leaves as it is'}"

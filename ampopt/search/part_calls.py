@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError, first_line
@@ -161,11 +162,21 @@ class _Watch:
         if self.why_not is None:
             changed = self._first.change_until(self._now(), by_value=self._by_value)
             if changed is not None:
-                self.why_not = f"{changed} changes {when}"
+                self.why_not = f"{changed} changes {when}{_as_in_training(self._module, changed)}"
 
     def _now(self) -> Moment:
         own = (self._module._forward_hooks, self._module._forward_pre_hooks)
         return Moment(self._module, lambda part: isinstance(part, _Look) or any(part is each for each in own))
+
+
+def _as_in_training(module: nn.Module, changed: str) -> str:
+    """What to do about a norm that changes its running statistics, which this is an attribute of; else ""."""
+    holder, _, _ = changed.rpartition(".")
+    norm = dict(module.named_modules()).get(holder)
+    if not isinstance(norm, _NormBase) or not norm.training:
+        return ""
+    name = f"{holder} ({type(norm).__name__})" if holder else "it"
+    return f": {name} normalizes by its input, as in training, and does not in evaluation mode"
 
 
 class _Look:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
@@ -315,3 +316,36 @@ def test_torchscript_that_merely_names_onednn_is_captured(tmp_path: Path) -> Non
     assert "mkldnn" in str(model.inlined_graph)
     (found,) = captured_of(model, X)[1].program.run(X)
     assert torch.equal(found, model(X))
+
+
+class Averaging(nn.BatchNorm1d):
+    """A batch norm whose own code averages over all batches, always."""
+
+    def __init__(self) -> None:
+        super().__init__(6, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked)
+        return F.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=share)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), Averaging())), "1.1"),
+        (Averaging(), "it"),
+    ],
+)
+def test_a_batch_norm_that_needs_its_count_as_a_number_is_named(model: nn.Module, name: str) -> None:
+    said = (
+        rf"{name} \(Averaging\) averages over all batches, momentum=None, .*: give it a momentum, or let eval"
+    )
+    with pytest.raises(CaptureError, match=said):
+        captured_of(model.eval(), X)
+    fast = optimize(model, X, precision="fp32", budget_s=1.0)
+    assert any(re.search(said, note) for note in fast.report.notes)
+    twin = private_copy(model)
+    for x in (X, X + 1, X * 2):
+        torch.testing.assert_close(fast(x), twin(x))

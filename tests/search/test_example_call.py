@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.errors import InputError
+from ampopt.ir.model_copy import private_copy
+from ampopt.search.example_call import mode_note
+from tests.support.norms import training
 
 VERBS: list[Callable[..., Any]] = [ampopt.optimize, ampopt.compare, ampopt.diagnose]
 X = torch.ones(2, 4)
@@ -82,3 +85,19 @@ def test_a_step_of_training_that_exits_is_an_error() -> None:
 def test_ctrl_c_in_the_model_goes_through(verb: Callable[..., Any]) -> None:
     with pytest.raises(KeyboardInterrupt):
         verb(Ending(KeyboardInterrupt).eval(), X, budget_s=1, progress=False)
+
+
+def test_modules_that_train_in_any_mode_are_told() -> None:
+    norms = [training(nn.BatchNorm1d, 3) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 3), norms[0], nn.Dropout()).eval()
+    told = (
+        "1 of the model's 4 modules is in training mode: what was measured and optimized is evaluation mode"
+    )
+    left = ", but for 1 (AdaptingBatchNorm1d), which eval() leaves as it is"
+    assert mode_note(model, private_copy(model)) == told + left
+    assert ampopt.optimize(model, X, budget_s=1e-6).report.notes[0] == told + left
+    model.append(norms[1]).train()
+    told = "the model is in training mode: what was measured is evaluation mode"
+    left = ", but for 1 (AdaptingBatchNorm1d) and 1 more, which eval() leaves as they are"
+    assert mode_note(model, private_copy(model), "measured") == told + left
+    assert mode_note(model[0].train(), private_copy(model[0]), "measured") == told

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tests.search.test_part_calls as this
 from ampopt.ir.model_copy import private_copy
 from ampopt.search.part_calls import calls_of_parts
+from tests.support.norms import training
 from tests.support.planted import keep_the_patched, optimize
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -324,3 +325,13 @@ def test_calls_within_a_transform_are_no_calls_of_a_part() -> None:
     assert sorted(calls) == ["both", "outside"]
     assert all(part.why_not is None and len(part.calls) == 1 for part in calls.values())
     assert all(args[0].shape == (3, 4) for part in calls.values() for args, _ in part.calls)
+
+
+@pytest.mark.parametrize(("path", "named"), [("0.0", "it"), ("0", "0 (AdaptingBatchNorm2d)")])
+def test_a_norm_that_moves_its_statistics_is_named_with_what_to_do(path: str, named: str) -> None:
+    model = nn.Sequential(nn.Sequential(training(nn.BatchNorm2d, 3), nn.ReLU())).eval()
+    why_not = calls_of_parts(private_copy(model), [path], (X,), {})[path].why_not
+    assert why_not is not None
+    changed, does = why_not.split(": ")
+    assert changed.removeprefix("0.") == "num_batches_tracked changes when it is called"
+    assert does == f"{named} normalizes by its input, as in training, and does not in evaluation mode"
