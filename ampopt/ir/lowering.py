@@ -42,7 +42,7 @@ from ampopt.ir.graph import (
     where,
 )
 from ampopt.ir.masked_updates import write_out_masked_updates
-from ampopt.ir.norm_statistics import write_out_statistics
+from ampopt.ir.norm_statistics import check_statistics, write_out_statistics
 from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_dtypes import widen_own
@@ -346,6 +346,7 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
         _check_writes(exported)
         module = _lift_weights(exported, states)
         _restore_vocabulary(module)
+    check_statistics(module)
     _drop_copies_of_state(module, len(states))
     for node in calls(module):
         node.target = _ANY_LAYOUT.get(node.target, node.target)

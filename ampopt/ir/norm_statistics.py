@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
+from ampopt.errors import CaptureError
 from ampopt.ir.aliasing import never_written
-from ampopt.ir.graph import arguments, aten, calls, insert_call, makes_fresh_tensor, replace
+from ampopt.ir.graph import arguments, aten, calls, insert_call, makes_fresh_tensor, replace, where
 
 _OF_IMAGES = aten.instance_norm.default
 
@@ -37,6 +39,8 @@ _FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 
 _OF_SEVERAL = (aten.native_batch_norm.default, aten._native_batch_norm_legit.default, _FUNCTIONAL)
 """Norms that also return what a gradient needs."""
+
+_FROZEN = aten._native_batch_norm_legit_no_training.default
 
 _STATISTICS = {"running_mean": 3, "running_var": 4}
 """Names of arguments, and which results of the functional operator are the new ones."""
@@ -54,6 +58,19 @@ def write_out_statistics(exported: ExportedProgram) -> None:
             if norm.moves_statistics:
                 norm.write_out()
                 norm.forget_statistics()
+
+
+def check_statistics(module: fx.GraphModule) -> None:
+    """Raise CaptureError where another operator moves statistics, whose schema does not tell that either."""
+    for node in calls(module):
+        if not isinstance(node.target, OpOverload) or node.target is _FROZEN:
+            continue
+        own = arguments(node)
+        is_given = any(isinstance(own.get(name), fx.Node) for name in _STATISTICS)
+        if is_given and own.get("training", own.get("use_input_stats", True)):
+            raise CaptureError(
+                f"the model changes running statistics by an operator that hides it: {where(node)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

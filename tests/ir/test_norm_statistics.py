@@ -226,6 +226,27 @@ def test_the_input_is_no_place_for_statistics() -> None:
         captured_of(model, drawn(IMAGES, 1)[0], torch.zeros(3))
 
 
+def _by_an_operator_for_several_processes(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.conv(x)
+    torch.batch_norm_update_stats(y, m.mean, m.var, 0.1)
+    return y
+
+
+def _by_an_operator_that_chooses_a_library(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = torch._batch_norm_impl_index(
+        m.conv(x), None, None, m.mean, m.var, True, 0.1, 1e-5, False
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "function", [_by_an_operator_for_several_processes, _by_an_operator_that_chooses_a_library]
+)
+def test_other_operators_that_move_statistics_are_named(function: Any) -> None:
+    with pytest.raises(CaptureError, match=r"changes running statistics by an operator .*batch_norm_\w+ \("):
+        captured_of(keeping(function), drawn(IMAGES, 1)[0])
+
+
 @pytest.mark.parametrize("lane", [FP32, BF16])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_each_lane_is_verified_with_its_states(lane: Any, momentum: float | None) -> None:
