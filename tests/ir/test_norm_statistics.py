@@ -148,6 +148,18 @@ def _natively(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+def _natively_then_in_place(m: Any, x: Tensor) -> Tensor:
+    y, _, _ = torch.native_batch_norm(m.conv(x), None, None, m.mean, m.var, True, 0.1, 1e-5)
+    y[:, 0] += 1
+    return y
+
+
+def _through_views(m: Any, x: Tensor) -> Tensor:
+    seen = m.mean.view(3, 1)
+    y = F.batch_norm(m.conv(x), seen.view(3), m.var, training=True)
+    return y.add(seen.sum())
+
+
 def _natively_with_what_gradients_need(m: Any, x: Tensor) -> Tensor:
     operator = torch.ops.aten._native_batch_norm_legit.default
     y, mean, inverse = operator(m.conv(x), None, None, m.mean, m.var, True, 0.1, 1e-5)
@@ -175,13 +187,25 @@ def keeping(function: Any) -> nn.Module:
     [
         *(_by_hand, _images_by_hand, _twice, _read_afterwards, _rows_of_one_buffer),
         *(_rows_of_one_buffer_by_images, _then_written_in_place, _of_what_is_written_afterwards),
-        *(_without_autocast, _natively, _natively_with_what_gradients_need, _functionally),
+        *(_without_autocast, _natively, _natively_then_in_place, _through_views),
+        *(_natively_with_what_gradients_need, _functionally),
     ],
 )
 def test_statistics_that_the_models_code_gives_are_kept(function: Any) -> None:
     captured = check(keeping(function), IMAGES)
     assert set(captured.state) <= {"mean", "var", "both"}
     assert captured.state
+
+
+def test_a_norm_that_is_called_several_times_moves_its_statistics_as_often() -> None:
+    def repeated(m: Any, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = m.norm(m.conv(x)).relu_()
+        return x
+
+    torch.manual_seed(0)
+    model = Model(repeated, conv=nn.Conv2d(3, 3, 3, padding=1), norm=training(nn.BatchNorm2d, 3)).eval()
+    check(model, IMAGES)
 
 
 @pytest.mark.parametrize(
