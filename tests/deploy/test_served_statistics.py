@@ -148,3 +148,18 @@ def test_optimize_verifies_it(model: nn.Module, quick: None) -> None:
     assert not any("verified" in note or "not one graph" in note for note in fast.report.notes)
     for x in frames(8):
         assert same(fast(x), twin(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "amp"])
+def test_a_gpu_moves_the_statistics_in_a_cuda_graph(model: nn.Module, precision: str) -> None:
+    first, *others = [x.cuda() for x in frames(9)]
+    fast = ampopt.optimize(model.cuda(), first, precision=precision, budget_s=15.0)
+    assert isinstance(fast, ampopt.OptimizedModule)
+    twin = private_copy(model)
+    for x in others:
+        assert same(fast(x), twin(x), 0.02)
+    fast.reset_state()
+    twin = private_copy(model)
+    for x in others:
+        assert same(fast(x), twin(x), 0.02)
