@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 
 from ampopt.errors import CaptureError, first_line
 from ampopt.ir.aliasing import is_returned, overlapping_write, sharing, write_between_gaps
+from ampopt.ir.fake_values import result_of
 from ampopt.ir.functional_losses import (
     drop_idle_dropouts,
     drop_idle_writes,
@@ -115,16 +116,8 @@ def _keeps_dtype(node: fx.Node, functional: torch._ops.OpOverload) -> bool:
     overwritten = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     if not isinstance(overwritten, FakeTensor):
         return False
-    mode = overwritten.fake_mode
-
-    def valued(source: fx.Node) -> Any:
-        value = source.meta["val"]
-        is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
-        return mode.from_tensor(value, static_shapes=True) if is_real else value
-
     try:
-        with mode:
-            result = functional(*fx.map_arg(node.args, valued), **fx.map_arg(node.kwargs, valued))
+        result = result_of(overwritten.fake_mode, functional, node)
     except Exception as error:
         check_interrupted(error)
         logger.debug("ampopt: PyTorch itself makes %s functional: %s", node, first_line(error))

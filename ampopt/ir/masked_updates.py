@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from ampopt.ir.aliasing import never_written, written_by
+from ampopt.ir.fake_values import result_of
 from ampopt.ir.graph import arguments, aten, calls, insert_call
 
 _PUTS = (aten.index_put_.default, aten.index_put.default)
@@ -277,7 +278,5 @@ def _depends_on_values(node: Any) -> bool:
 def _note_value(node: fx.Node) -> None:
     """Note the tensor without numbers that a call gives now."""
     mode = next(_value(s).fake_mode for s in node.all_input_nodes if isinstance(_value(s), FakeTensor))
-    with mode:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    node.meta["val"] = result_of(mode, node.target, node)
     node.meta.pop("unbacked_bindings", None)
