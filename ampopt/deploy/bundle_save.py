@@ -180,14 +180,15 @@ def _check_sizes(graph: fx.GraphModule) -> None:
     """Raise ExportError for a graph that checks a number which its inputs' values decide: a size, a place."""
     if (node := next(calls(graph, (aten._assert_scalar.default,)), None)) is None:
         return
+    number = node
     while node.all_input_nodes and not _gives_tensors(node):
         number, node = node, node.all_input_nodes[0]
-        if any(user.target in _SELECTIONS for user in number.users):
-            raise ExportError(
-                f"a value decides which place the model reads or writes, at {where(node)}, and a bundle's "
-                "program has fixed ones: give that tensor to index_select or index_copy_, or write a file "
-                "with export_onnx, which may hold it"
-            )
+    if any(reader.target in _SELECTIONS for reader in _readers(number)):
+        raise ExportError(
+            f"a value decides which place the model reads or writes, at {where(node)}, and a bundle's "
+            "program has fixed ones: give that tensor to index_select or index_copy_, or write a file "
+            "with export_onnx, which may hold it"
+        )
     raise ExportError(
         f"the values of the model's inputs decide its sizes, at {where(node)}, and a bundle's program has "
         "fixed ones: leave that step out, or write a file with export_onnx, which may hold it"
@@ -196,6 +197,17 @@ def _check_sizes(graph: fx.GraphModule) -> None:
 
 _SELECTIONS = aten.select.int, aten.select_scatter.default
 """Operators that read or write at one place, which is a number."""
+
+
+def _readers(number: fx.Node) -> set[fx.Node]:
+    """What reads a number, or one that is computed from it."""
+    found, todo = set[fx.Node](), [number]
+    while todo:
+        node = todo.pop()
+        new = set[fx.Node]() if _gives_tensors(node) else set(node.users) - found
+        found |= new
+        todo += new
+    return found
 
 
 def _gives_tensors(node: fx.Node) -> bool:

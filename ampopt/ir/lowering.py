@@ -48,6 +48,7 @@ from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_dtypes import widen_own
 from ampopt.ir.own_limits import widen_limits
+from ampopt.ir.selected_places import write_out_selected_places
 from ampopt.ir.strided_reads import fix_layouts
 from ampopt.ir.weight_norms import write_out_weight_norms
 from ampopt.system.interrupts import check_interrupted
@@ -341,6 +342,7 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
         _restore_vocabulary(module)
     check_statistics(module)
     _drop_copies_of_state(module, len(states))
+    write_out_selected_places(module)
     for node in calls(module):
         node.target = _ANY_LAYOUT.get(node.target, node.target)
     for node in calls(module, _PADDED):
