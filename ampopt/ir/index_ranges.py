@@ -100,12 +100,19 @@ def may_miss(module: fx.GraphModule, *, varies: bool = False) -> Iterator[fx.Nod
 
     If the sizes of the inputs vary, those recorded are no call's: any place that is computed may be.
     """
-    known = dict[fx.Node, Range]()
-    for node in module.graph.nodes:  # in this order, so that what a node reads is known
-        if _is_of_integers(node):
-            _range(module, node, known)
+    known = ranges_of_integers(module)
+    for node in module.graph.nodes:
         if isinstance(node.target, OpOverload) and any(_misses(module, node, known, varies)):
             yield node
+
+
+def ranges_of_integers(module: fx.GraphModule) -> dict[fx.Node, Range]:
+    """What the integers of tensors may be, after `shapes.record_shapes`, by the node that gives them."""
+    known = dict[fx.Node, Range]()
+    for node in module.graph.nodes:
+        if _is_of_integers(node):
+            _range(module, node, known)
+    return known
 
 
 def _misses(

@@ -6,12 +6,13 @@ compiler holds that. `select(x, dim, item(k))` -> `index(x, [None] · dim + [k])
 `index_copy`. Numbers that are computed from such a number become tensors of one int64.
 
 Correct because: the graph is functional when this is done, so that a view and a copy are one. Where `select`
-takes a place, -n to n - 1, `index` takes it as the same one, and where it raises, so does `index`, on the CPU
-before it answers and on a GPU by an assertion, as all operators with indices do (`ampopt.ir.device_asserts`).
+takes a place, -n to n - 1, `index` takes it as the same one, and where it raises, so does `index`.
 The number is the same, or no place either (`ampopt.ir.numbers_as_tensors`). What the export checks of it is
 left out only where `ampopt.ir.place_checks` proves that the new operators raise if and only if the old ones
-or a check did. A slice is a fixed number of places where it lies in its tensor, which is proven of all
-numbers that the checks let pass. A write of what was read where the write before put it changes nothing.
+or a check did. On a GPU an assertion ends the process's CUDA context, and an error that the host raises does
+not: there a place becomes a tensor where it is proven to be in range. A slice is a fixed number of places
+where it lies in its tensor, which is proven of all numbers that the checks let pass. A write of what was read
+where the write before put it changes nothing.
 
 Declines all numbers that are computed with a number that something else reads: a size, a result, an operator
 that this module does not know. So, too, for a number of a tensor on another device, whose reading is no wait
@@ -20,15 +21,19 @@ where it is on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
+from torch.utils import _pytree as pytree
 
-from ampopt.ir.graph import add_constant, arguments, aten, calls, reads_strides
-from ampopt.ir.integer_ranges import KNOWN, Range
+from ampopt.ir.graph import add_constant, arguments, aten, calls, copy_of, reads_strides
+from ampopt.ir.index_ranges import ranges_of_integers
+from ampopt.ir.integer_ranges import KNOWN, Range, lies_in, ranges_of
 from ampopt.ir.numbers_as_tensors import Exactness, NumbersAsTensors
 from ampopt.ir.place_checks import CHECKS, Selection, decided
 
@@ -55,13 +60,33 @@ def write_out_selected_places(module: fx.GraphModule) -> None:
     mode = next((v.fake_mode for n in module.graph.nodes if isinstance(v := _value(n), FakeTensor)), None)
     if mode is None or reads_strides(module) is not None:  # what is selected may lie otherwise in memory
         return
-    done = set[fx.Node]()
+    done, known = set[fx.Node](), dict[str, Range]()
     for item in calls(module, _ITEMS):
         if item not in done:
             found = sorted(_computed_with(item))
             done.update(found)
-            if (places := _selections(found)) is not None:
-                _write_out(module, mode, found, places)
+            known = known or _ranges_of_tensors(module)
+            items = {node: _bounds(node, known) for node in found if _reads_an_integer(node)}
+            if (places := _selections(found, items)) is not None:
+                _write_out(NumbersAsTensors(module, mode, Exactness(found, items)), found, places)
+
+
+def _ranges_of_tensors(module: fx.GraphModule) -> dict[str, Range]:
+    """What the integers of tensors may be, by the name of a node; nothing where sizes vary."""
+    recorded = copy_of(module)
+    for node in recorded.graph.nodes:
+        value = node.meta.get("val")
+        sizes = [
+            size for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) for size in leaf.shape
+        ]
+        if not all(isinstance(size, int) for size in sizes):
+            return {}
+        node.meta["tensor_meta"] = map_aggregate(value, _meta_of)
+    return {node.name: found for node, found in ranges_of_integers(recorded).items()}
+
+
+def _meta_of(value: Any) -> Any:
+    return _extract_tensor_metadata(value) if isinstance(value, Tensor) else value
 
 
 def _computed_with(item: fx.Node) -> set[fx.Node]:
@@ -81,9 +106,11 @@ def _reads_memory(node: fx.Node) -> bool:
     return node.target in (aten.sym_storage_offset.default, aten.sym_stride.int)
 
 
-def _selections(found: Sequence[fx.Node]) -> list[Selection] | None:
-    """What selects by these numbers, with how; None where they may be read otherwise, or not be exact."""
-    items = {node: bounds for node in found if (bounds := _bounds(node)) is not None}
+def _selections(found: Sequence[fx.Node], items: Mapping[fx.Node, Range]) -> list[Selection] | None:
+    """What selects by these numbers, with how; None where they may be read otherwise, or not be exact.
+
+    `items`: those of tensors, and what they may be.
+    """
     devices = {_value(item.args[0]).device for item in items}
     places = [_selection(node) for node in found if node.target in (*_READS, *_WRITES)]
     known = {*_ITEMS, *_READS, *_WRITES, *CHECKS, *KNOWN, aten.sym_storage_offset.default}
@@ -97,16 +124,34 @@ def _selections(found: Sequence[fx.Node]) -> list[Selection] | None:
     exactness = Exactness(found, items)
     if not all(exactness.is_no_place_around(place.start) for place in selections):
         return None
+    if devices != {torch.device("cpu")} and not _are_in_range(selections, ranges_of(found, items)):
+        return None
     return decided(found, selections, items, _needed(found[0].graph))
 
 
-def _bounds(item: fx.Node) -> Range | None:
-    """The numbers that an integer tensor of one element may hold; None for other nodes."""
-    value = _value(item.args[0]) if item.target in _ITEMS else None
+def _are_in_range(selections: Sequence[Selection], known: Mapping[fx.Node, Range | None]) -> bool:
+    """Whether no selection is of a place that is none."""
+    for each in selections:
+        least, most = (-each.size if each.wraps and each.is_one else 0), each.size - each.length
+        if not isinstance(each.size, int) or not lies_in(known[each.start], (least, most)):
+            return False
+    return True
+
+
+def _reads_an_integer(node: fx.Node) -> bool:
+    """Whether a node reads the number of an integer tensor of one element."""
+    value = _value(node.args[0]) if node.target in _ITEMS else None
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
-        return None
-    is_one = all(isinstance(size, int) and size == 1 for size in value.shape)
-    return (torch.iinfo(value.dtype).min, torch.iinfo(value.dtype).max) if is_one else None
+        return False
+    return all(isinstance(size, int) and size == 1 for size in value.shape)
+
+
+def _bounds(item: fx.Node, known: Mapping[str, Range]) -> Range:
+    """What the number that is read may be; `known`: of tensors, by the name of a node."""
+    source = item.args[0]
+    assert isinstance(source, fx.Node)
+    info = torch.iinfo(_value(source).dtype)
+    return known.get(source.name, (info.min, info.max))
 
 
 def _selection(node: fx.Node) -> Selection | None:
@@ -147,13 +192,10 @@ def _value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
-def _write_out(
-    module: fx.GraphModule, mode: FakeTensorMode, found: Sequence[fx.Node], places: Sequence[Selection]
-) -> None:
+def _write_out(numbers: NumbersAsTensors, found: Sequence[fx.Node], places: Sequence[Selection]) -> None:
     for place in places:
         _skip_copy(place)
-    items = {node: bounds for node in found if (bounds := _bounds(node)) is not None}
-    writer = _Writer(NumbersAsTensors(module, mode, Exactness(found, items)))
+    writer = _Writer(numbers)
     idle = [place for place in places if _is_idle(place)]
     for place in places:
         if place in idle:
@@ -162,7 +204,7 @@ def _write_out(
             writer.write_out(place)
     for node in reversed(found):
         if node.target in CHECKS or not node.users:
-            module.graph.erase_node(node)
+            numbers.module.graph.erase_node(node)
 
 
 def _skip_copy(place: Selection) -> None:

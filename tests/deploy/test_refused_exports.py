@@ -88,9 +88,9 @@ def test_a_bundle_holds_no_sizes_that_values_decide(name: str, tmp_path: Path) -
 
 
 class Ring(nn.Module):
-    """Keeps results at even places, of which it counts the halves; `copies`: it writes by `index_copy_`.
+    """Keeps results at even places, two at each; `copies`: it writes by `index_copy_`.
 
-    A number is no tensor where its double may be none of int64.
+    What operators of bits give is a number.
     """
 
     kept: torch.Tensor
@@ -105,10 +105,10 @@ class Ring(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.conv(x).mean((0, 2, 3))
         if self.copies:
-            self.kept.index_copy_(0, (self.place % 2 * 2)[None], result[None])
+            self.kept.index_copy_(0, (self.place % 4 // 2 * 2)[None], result[None])
         else:
-            place: Any = (self.place % 2).item()
-            self.kept[2 * place] = result
+            place: Any = (self.place % 4).item()
+            self.kept[place & 2] = result
         self.place += 1
         return self.kept.sum(0)
 
