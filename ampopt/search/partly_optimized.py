@@ -96,6 +96,8 @@ class PartlyOptimizedModule(Deployable):
             except InputError as error:
                 self._monitor.note(Event("refusal", str(error), "a transformed tensor"))
                 raise
+        if self._between is None and not torch.is_grad_enabled():
+            return self._answer[0](*args, **kwargs)  # there is nothing to switch, and no derivative
         with contextlib.ExitStack() as stack:
             is_inference = torch.is_inference_mode_enabled()
             if self._between is None:
@@ -105,6 +107,8 @@ class PartlyOptimizedModule(Deployable):
             if is_inference:
                 stack.enter_context(torch.inference_mode())
             result = self._answer[0](*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return result
         return without_derivatives(result, flatten_call(args, kwargs)[0])
 
     @property
