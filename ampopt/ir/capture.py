@@ -83,8 +83,14 @@ class Captured:
         return self.program.examples[: len(self.program.examples) - len(self.state)]
 
 
-@averages_of_all_batches()  # before the call with a state is made of the model's own
 def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: LiftedState | None
+) -> torch.export.ExportedProgram:
+    with averages_of_all_batches(model):  # before the call with a state is made of the model's own
+        return _exported(model, args, kwargs, state)
+
+
+def _exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: LiftedState | None
 ) -> torch.export.ExportedProgram:
     if state is not None:

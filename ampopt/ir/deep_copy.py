@@ -210,7 +210,7 @@ def _copy_plain(tensor: Tensor, memo: Memo) -> Tensor | None:
     """
     if type(tensor) is not Tensor or tensor.requires_grad or tensor.layout is not torch.strided:
         return None
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor):
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor) or tensor.grad is not None:
         return None
     memory, known = tensor.untyped_storage(), memo.setdefault("torch", {})  # where PyTorch notes memory, too
     if memory._cdata in known or memory.nbytes() != tensor.nbytes:
@@ -276,6 +276,7 @@ def _fill(made: dict[Any, Any], value: dict[Any, Any], memo: Memo) -> None:
             made[own] = each
         elif is_empty(each) and isinstance(each, dict) and id(each) not in memo:
             made[own] = memo[id(each)] = type(each)()
+            memo.setdefault(id(memo), []).append(each)  # an identity is one only as long as the object lives
         else:
             made[own] = _copied(each, memo)
 

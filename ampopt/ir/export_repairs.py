@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @contextlib.contextmanager
@@ -69,16 +70,20 @@ def masks_as_given(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def averages_of_all_batches() -> Iterator[None]:
-    """Let batch norms that average over all batches, `momentum=None`, divide by their count as a tensor.
+def averages_of_all_batches(model: nn.Module) -> Iterator[None]:
+    """Let batch norms of a model that average over all batches, `momentum=None`, divide by a tensor.
 
     In training they make a number of the count, 1 / n for the momentum, and no export can hold that. Here the
     statistics of the batch are those that momentum 1 leaves of zeros, and move the averages by 1 / n: the
-    same numbers. Those of other batch norms and of other threads stay. Enter it within `capturing`.
+    same numbers. Those of other batch norms and of other threads stay, and where the model has none of these,
+    PyTorch does, which Dynamo could not trace so. Enter it within `capturing`.
     """
+    if not any(isinstance(each, _BatchNorm) and _averages(each) for each in model.modules()):
+        yield
+        return
     owner = threading.get_ident()
     with contextlib.ExitStack() as undo:
-        for kind in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm):
+        for kind in (_BatchNorm, nn.SyncBatchNorm):
             undo.callback(setattr, kind, "forward", kind.forward)
             kind.forward = _with_a_count(kind.forward, owner)  # type: ignore[method-assign]
         yield
@@ -87,12 +92,10 @@ def averages_of_all_batches() -> Iterator[None]:
 def _with_a_count(forward: Callable[..., Tensor], owner: int) -> Callable[..., Tensor]:
     @functools.wraps(forward)
     def counting(self: Any, input: Tensor) -> Tensor:
-        count = self.num_batches_tracked
-        averages = self.training and self.track_running_stats and self.momentum is None and count is not None
-        if threading.get_ident() != owner or not averages or _may_be_synchronized(self):
+        if not _averages(self) or threading.get_ident() != owner or _may_be_synchronized(self):
             return forward(self, input)
         self._check_input_dim(input)
-        count.add_(1)
+        count = self.num_batches_tracked.add_(1)
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         result = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         share = count.to(torch.float64 if mean.dtype is torch.float64 else torch.float32).reciprocal()
@@ -101,6 +104,12 @@ def _with_a_count(forward: Callable[..., Tensor], owner: int) -> Callable[..., T
         return result
 
     return counting
+
+
+def _averages(norm: _BatchNorm) -> bool:
+    """Whether a batch norm moves its statistics by the number of batches that it has seen."""
+    moves = norm.training and norm.track_running_stats and norm.momentum is None
+    return moves and norm.num_batches_tracked is not None
 
 
 def _may_be_synchronized(norm: nn.Module) -> bool:

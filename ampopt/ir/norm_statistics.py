@@ -10,8 +10,8 @@ are given, in place. Their schemas do not tell: a graph would lose it, or change
 Correct because: that is their definition (`torch.nn.BatchNorm2d`), over all dimensions but the channels', and
 what they return does not depend on the statistics given. A mean of the images' means is the mean of all, as
 each is of equally many pixels. `instance_norm` takes the mean over the images of each one's own mean and
-variance. A norm of no elements moves nothing, nor does one with momentum 0, but for inputs that are not
-finite. Half precision is computed in float32 and rounded once. Where calls of this graph alone read a
+variance. A batch norm of no elements moves nothing, nor does a norm with momentum 0, but for inputs that are
+not finite. Half precision is computed in float32 and rounded once. Where calls of this graph alone read a
 statistic, those after the norm read the new one; elsewhere it is written to the memory that it has, and
 PyTorch makes the graph functional.
 """
@@ -40,7 +40,7 @@ _FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 _OF_SEVERAL = (aten.native_batch_norm.default, aten._native_batch_norm_legit.default, _FUNCTIONAL)
 """Norms that also return what a gradient needs."""
 
-_FROZEN = aten._native_batch_norm_legit_no_training.default
+_FROZEN = (aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
 
 _STATISTICS = {"running_mean": 3, "running_var": 4}
 """Names of arguments, and which results of the functional operator are the new ones."""
@@ -63,8 +63,9 @@ def write_out_statistics(exported: ExportedProgram) -> None:
 def check_statistics(module: fx.GraphModule) -> None:
     """Raise CaptureError where another operator moves statistics, whose schema does not tell that either."""
     for node in calls(module):
-        if not isinstance(node.target, OpOverload) or node.target is _FROZEN:
-            continue
+        target = node.target
+        if not isinstance(target, OpOverload) or target.namespace != "aten" or target in _FROZEN:
+            continue  # a library's operator tells what it changes, or breaks PyTorch's own rules
         own = arguments(node)
         is_given = any(isinstance(own.get(name), fx.Node) for name in _STATISTICS)
         if is_given and own.get("training", own.get("use_input_stats", True)):
@@ -91,9 +92,12 @@ class _Norm:
 
     @property
     def moves_statistics(self) -> bool:
-        """Whether it normalizes by its input, and is given statistics."""
+        """Whether it normalizes by its input, and is given statistics.
+
+        Not so where one tensor is both: PyTorch moves that twice.
+        """
         by_input = self.own["use_input_stats" if self.node.target is _OF_IMAGES else "training"]
-        return bool(by_input and self.statistics)
+        return bool(by_input and self.statistics) and self.own["running_mean"] is not self.own["running_var"]
 
     def write_out(self) -> None:
         """Compute the new value of each statistic that something reads, and give it to what reads it."""
@@ -152,7 +156,8 @@ class _Norm:
     @property
     def _keeps_them(self) -> bool:
         sizes = self.own["input"].meta["val"].shape
-        return self.own["momentum"] == 0 or any(isinstance(size, int) and size == 0 for size in sizes)
+        is_empty = any(isinstance(size, int) and size == 0 for size in sizes)
+        return self.own["momentum"] == 0 or (is_empty and self.node.target is not _OF_IMAGES)
 
     def _new(self, name: str) -> fx.Node:
         """The new value of a statistic."""

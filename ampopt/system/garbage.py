@@ -40,17 +40,19 @@ _was_frozen = False
 
 @contextlib.contextmanager
 def old_left_aside() -> Iterator[None]:
-    """Leave what there is before the block out of every collection in it, which is a second of a search.
+    """Leave what there is before the block out of every collection in it but a first, a second of a search.
 
-    PyTorch and a model are half a million objects, and to look at all takes 0.3 to 0.9 s each time. What
-    becomes garbage among them is collected after the last of the blocks that overlap. Where the process has
-    objects set aside already (`gc.freeze`), nothing is changed.
+    PyTorch and a model are half a million objects, and to look at all takes 0.3 to 0.9 s each time. What is
+    garbage before the block, an earlier model perhaps, is collected at its beginning, and what becomes
+    garbage of the old after the last of the blocks that overlap. Where the process has objects set aside
+    already (`gc.freeze`), nothing is changed.
     """
     global _aside, _was_frozen
     with _lock:
         if _aside == 0:
             _was_frozen = gc.get_freeze_count() > 0
             if not _was_frozen:
+                gc.collect()
                 gc.freeze()
         _aside += 1
     try:

@@ -333,3 +333,29 @@ def test_an_ordered_dict_is_copied_with_its_order_its_attributes_and_what_leads_
 def test_the_structure_of_a_call_is_copied_without_a_warning() -> None:
     held = tree_flatten((X, [X]))[1]
     assert deep_copy({"held": held}, {}) == {"held": held}
+
+
+def test_a_gradient_that_a_tensor_has_left_is_copied() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.sum().backward()
+    tensor.requires_grad_(False)
+    copied = deep_copy([tensor], {})[0]
+    assert copied.grad.tolist() == [1.0, 1.0]
+    assert copied.grad is not tensor.grad
+
+
+class _Clearing:
+    """Replaces an empty dict of its owner's while it is copied, and is a list of new ones."""
+
+    def __init__(self, owner: dict[str, Any]) -> None:
+        self.owner = owner
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        self.owner["cache"] = None
+        return list, ([{"k": number} for number in range(50)],)
+
+
+def test_an_empty_dict_that_is_replaced_during_the_copy_is_taken_for_no_other() -> None:
+    owner: dict[str, Any] = {"cache": {}}
+    owner["child"] = _Clearing(owner)
+    assert deep_copy(owner, {})["child"] == [{"k": number} for number in range(50)]

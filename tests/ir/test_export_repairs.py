@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -180,8 +181,8 @@ def test_batch_norms_average_as_they_did_after_it_and_in_other_threads() -> None
         own: Any = norm
         return torch.cat([own.running_mean, own.running_var, own.num_batches_tracked.view(1)])
 
-    expected = averaged()
-    with capturing(), averages_of_all_batches():
+    expected, model = averaged(), nn.Sequential(nn.BatchNorm2d(3, momentum=None))
+    with capturing(), averages_of_all_batches(model):
         assert _forwards() != before
         torch.testing.assert_close(averaged(), expected)
         other = threading.Thread(target=lambda: seen.append(averaged()))
@@ -189,7 +190,7 @@ def test_batch_norms_average_as_they_did_after_it_and_in_other_threads() -> None
         other.join()
     assert torch.equal(seen[0], expected)
     assert _forwards() == before
-    with pytest.raises(ValueError, match="half-way"), averages_of_all_batches():
+    with pytest.raises(ValueError, match="half-way"), averages_of_all_batches(model):
         raise ValueError("half-way")
     assert _forwards() == before
 
@@ -199,7 +200,46 @@ def _forwards() -> list[object]:
 
 
 def test_a_batch_norm_that_averages_all_batches_refuses_what_it_refused() -> None:
-    with averages_of_all_batches():
+    with averages_of_all_batches(nn.BatchNorm1d(3, momentum=None)):
         for x in (torch.zeros(2, 3), torch.zeros(1, 3, 1, 1)):
             with pytest.raises(ValueError, match=r"expected 4D|more than 1 value"):
                 nn.BatchNorm2d(3, momentum=None)(x)
+
+
+def _without_a_count(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+    """A norm as models have it that were pickled before it counted."""
+    del norm._buffers["num_batches_tracked"]
+    return norm
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(3, momentum=None).eval(),
+        _without_a_count(nn.BatchNorm2d(3).eval()),
+        _without_a_count(nn.BatchNorm2d(3, momentum=None).eval()),
+        nn.BatchNorm2d(3),
+        nn.BatchNorm2d(3, momentum=None, track_running_stats=False),
+    ],
+    ids=["in evaluation", "no count", "no count, all batches", "of a momentum", "nothing tracked"],
+)
+def test_pytorch_stays_as_it_is_where_no_norm_averages_all_batches(norm: nn.Module) -> None:
+    before = _forwards()
+    with averages_of_all_batches(nn.Sequential(norm)):
+        assert _forwards() == before
+
+
+def test_norms_that_do_not_average_are_themselves_beside_one_that_does() -> None:
+    others = [_without_a_count(nn.BatchNorm2d(3).eval()), nn.BatchNorm2d(3)]
+    x = torch.randn(2, 3, 4, 4)
+    expected = [copy.deepcopy(norm)(x) for norm in others]
+    with averages_of_all_batches(nn.BatchNorm2d(3, momentum=None)):
+        assert all(map(torch.equal, [norm(x) for norm in others], expected))
+
+
+def test_a_region_that_dynamo_traces_may_hold_a_batch_norm() -> None:
+    body = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3))
+    region = torch.compiler.nested_compile_region(body)
+    model, x = Model(lambda m, x: region(region(x)), body=body).eval(), torch.randn(1, 3, 6, 6)
+    program = captured_of(model, x)[1].program
+    torch.testing.assert_close(program.run(x)[0], model(x))

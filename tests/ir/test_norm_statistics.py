@@ -271,6 +271,30 @@ def test_other_operators_that_move_statistics_are_named(function: Any) -> None:
         captured_of(keeping(function), drawn(IMAGES, 1)[0])
 
 
+@torch.library.custom_op("ampopt_tests::normalized", mutates_args=())
+def _normalized(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Tensor:
+    return (x - running_mean[:, None, None]) * (running_var[:, None, None] + 1e-5).rsqrt()
+
+
+@_normalized.register_fake
+def _(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_of_a_users_that_only_reads_statistics_is_no_obstacle() -> None:
+    model, x = keeping(lambda m, x: _normalized(m.conv(x), m.mean, m.var)), drawn(IMAGES, 1)[0]
+    assert near(captured_of(model, x)[1].program.run(x)[0], model(x), 1e-6)
+
+
+def test_one_tensor_as_mean_and_variance_is_refused_as_it_moves_twice() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        both = m.var + 1
+        return F.batch_norm(m.conv(x), both, both, training=True), both
+
+    with pytest.raises(CaptureError, match="changes running statistics by an operator"):
+        captured_of(keeping(function), drawn(IMAGES, 1)[0])
+
+
 @pytest.mark.parametrize("lane", [FP32, BF16])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_each_lane_is_verified_with_its_states(lane: Any, momentum: float | None) -> None:

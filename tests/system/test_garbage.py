@@ -68,8 +68,11 @@ def _held() -> weakref.ref[_Cycle]:
 def test_what_is_old_is_left_aside_until_the_last_of_the_blocks_ends_and_what_is_new_is_collected() -> None:
     gc.collect()
     gc.disable()
-    old = _held()
+    garbage, kept = _held(), [_Cycle()]
+    old = weakref.ref(kept[0])
     with old_left_aside():
+        assert garbage() is None
+        kept.clear()
         with old_left_aside():
             new = _held()
             gc.collect()
@@ -93,26 +96,28 @@ def test_who_has_set_objects_aside_finds_them_so() -> None:
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("search", [ampopt.optimize, ampopt.compare, ampopt.diagnose])
 def test_a_search_leaves_old_objects_aside_and_gives_them_back(search: Callable[..., Any]) -> None:
-    gc.disable()  # that it is not collected before
-    old = _held()
-    gc.callbacks.append(watch := _Watch(old))
+    garbage, kept = _held(), [_Cycle()]
+    old = weakref.ref(kept[0])
+    gc.callbacks.append(watch := _Watch(kept))
     try:
         search(torch.nn.Linear(2, 2).eval(), torch.ones(1, 2), budget_s=0.5)
     finally:
         gc.callbacks.remove(watch)
-    assert watch.there
-    assert all(watch.there)
+    assert watch.collections > 1
+    assert (old() is None, garbage() is None) == (False, True)
     assert gc.get_freeze_count() == 0
     gc.collect()
     assert old() is None
 
 
 class _Watch:
-    """Notes after each full collection whether an object is still there."""
+    """Makes garbage of what it keeps before the second full collection, and counts them."""
 
-    def __init__(self, old: weakref.ref[_Cycle]) -> None:
-        self.old, self.there = old, list[bool]()
+    def __init__(self, kept: list[_Cycle]) -> None:
+        self.kept, self.collections = kept, 0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "stop" and info["generation"] == 2:
-            self.there.append(self.old() is not None)
+        if phase == "start" and info["generation"] == 2:
+            self.collections += 1
+            if self.collections == 2:
+                self.kept.clear()
