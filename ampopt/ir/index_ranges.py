@@ -98,9 +98,11 @@ _REMAINDERS = (aten.remainder.Tensor, aten.remainder.Scalar)
 def may_miss(module: fx.GraphModule, *, varies: bool = False) -> Iterator[fx.Node]:
     """The operators that are given a place which may be out of range, after `shapes.record_shapes`.
 
-    If the sizes of the inputs vary, those recorded are no call's: any place that is computed may be.
+    If the sizes of the inputs vary, or values decide sizes, those recorded are no call's: any place that is
+    computed may be.
     """
     known = ranges_of_integers(module)
+    varies = varies or any(map(_has_a_size_of_values, module.graph.nodes))
     for node in module.graph.nodes:
         if isinstance(node.target, OpOverload) and any(_misses(module, node, known, varies)):
             yield node
@@ -113,6 +115,16 @@ def ranges_of_integers(module: fx.GraphModule) -> dict[fx.Node, Range]:
         if _is_of_integers(node):
             _range(module, node, known)
     return known
+
+
+def _has_a_size_of_values(node: fx.Node) -> bool:
+    """Whether the values of what an operator reads decide the size of its result."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.dynamic_output_shape not in node.target.tags:
+        return False
+    if node.target is not aten.index.Tensor:
+        return True
+    places = arguments(node)["indices"]
+    return any(isinstance(each, fx.Node) and gives_a_tensor(each) and _is_mask(node, each) for each in places)
 
 
 def _misses(

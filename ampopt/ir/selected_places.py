@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils import _pytree as pytree
@@ -50,6 +51,16 @@ _SELECTED = {
     torch.bool,
 }
 """Dtypes for which all operators with indices have kernels; a view is for any."""
+
+
+_BY_SHAPE: dict[object, str] = {
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), "self"),
+    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), "self"),
+    **dict.fromkeys((aten.rand_like, aten.randn_like, aten.randint_like), "self"),
+    **dict.fromkeys((aten.new_empty_strided, aten.copy, aten.fill, aten.zero, aten.sym_size), "self"),
+    **dict.fromkeys((aten.expand_as, aten.view_as, aten.reshape_as), "other"),
+}
+"""Operators that read the shape of an argument alone, and its name."""
 
 
 def write_out_selected_places(module: fx.GraphModule) -> None:
@@ -165,7 +176,7 @@ def _selection(node: fx.Node) -> Selection | None:
         return None
     if whole.dtype not in _SELECTED or whole.layout is not torch.strided or part.device != whole.device:
         return None
-    if any(isinstance(size, int) and size == 0 for size in part.shape):
+    if not all(statically_known_true(size > 0) for size in part.shape):
         return None  # PyTorch checks no place where it selects nothing
     dim, is_one = own["dim"] % whole.dim(), "index" in own
     size, length = whole.shape[dim], 1 if is_one else part.shape[dim]
@@ -179,9 +190,19 @@ def _needed(graph: fx.Graph) -> set[fx.Node]:
     """The nodes from which outputs are computed: what raises in others is left out with them."""
     found, todo = set[fx.Node](), [graph.output_node()]
     while todo:
-        todo += (new := set(todo.pop().all_input_nodes) - found)
+        todo += (new := set(_computed_from(todo.pop())) - found)
         found |= new
     return found
+
+
+def _computed_from(node: fx.Node) -> list[fx.Node]:
+    """What a node reads the numbers of: compilers do not compute that of which a shape alone is read."""
+    name = _BY_SHAPE.get(getattr(node.target, "overloadpacket", None))
+    if name is None:
+        return node.all_input_nodes
+    sources = list[fx.Node]()
+    fx.map_arg([value for each, value in arguments(node).items() if each != name], sources.append)
+    return sources
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -137,6 +137,15 @@ def test_a_place_that_is_in_range_is_none(name: str) -> None:
     assert missing(*HITS[name]) == []
 
 
+@pytest.mark.parametrize("selected", [lambda x: x[x > 0.3], lambda x: x[:1].nonzero()[:, 1] % 3])
+def test_a_place_of_as_many_as_values_select_may_be_out_of_range(
+    selected: Callable[[Tensor], Tensor],
+) -> None:
+    function = HITS["largest"][0], lambda m, x: m.table.index_select(0, selected(x).argmax()[None])
+    assert "aten.index_select.default" not in missing(function[0], X)
+    assert "aten.index_select.default" in missing(function[1], X)
+
+
 def test_sizes_that_vary_leave_constants_alone() -> None:
     def missed(function: Callable[..., Any], *, varies: bool) -> int:
         model = Model(function, table=TABLE.clone(), constant=CONSTANT.clone()).eval()

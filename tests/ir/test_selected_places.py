@@ -98,6 +98,18 @@ def test_a_write_costs_one_write_and_the_reads_of_the_model(name: str, expected:
     _check(functions[name], program, PLACES, torch.int64)
 
 
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 4), (8, 4), (6,)])
+def test_a_place_in_a_constant_of_the_model_is_a_tensor(shape: tuple[int, ...]) -> None:
+    table = torch.randn(shape)
+
+    def function(t: Tensor, k: Tensor, x: Tensor) -> Any:
+        return table[k % 2] * 2, table[..., k - 1] + 1
+
+    program = _program(function)
+    assert not _reads_numbers(program)
+    _check(function, program, PLACES, torch.int64)
+
+
 def test_much_that_is_computed_of_one_number_is_written_too() -> None:
     def function(t: Tensor, k: Tensor, x: Tensor) -> None:
         number = number_of(k)

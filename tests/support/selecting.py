@@ -155,6 +155,19 @@ def a_size(t: Tensor, k: Tensor, x: Tensor) -> Any:
 
 
 @_other
+def of_what_a_mask_selects(t: Tensor, k: Tensor, x: Tensor) -> Any:
+    return t[t[:, 0] > 9].select(1, number_of(k)).sum() + x, t.nonzero()[:, k - 2].sum()
+
+
+@_other
+def for_its_shape(t: Tensor, k: Tensor, x: Tensor) -> Any:
+    number = number_of(k)
+    torch._check(number >= 0)
+    torch._check(number < 6)
+    return torch.zeros_like(t[number]) + x, x.expand_as(t[number])
+
+
+@_other
 def a_stricter_check(t: Tensor, k: Tensor, x: Tensor) -> Any:
     number = number_of(k)
     torch._check(number < 5)
