@@ -40,9 +40,9 @@ _was_frozen = False
 
 @contextlib.contextmanager
 def old_left_aside() -> Iterator[None]:
-    """Leave what there is before the block out of every collection in it but a first, a second of a search.
+    """Leave what there is before the block out of every collection in it but a first: half of their time.
 
-    PyTorch and a model are half a million objects, and to look at all takes 0.3 to 0.9 s each time. What is
+    PyTorch and a model are half a million objects, and to look at all takes 0.2 to 0.9 s each time. What is
     garbage before the block, an earlier model perhaps, is collected at its beginning, and what becomes
     garbage of the old after the last of the blocks that overlap. Where the process has objects set aside
     already (`gc.freeze`), nothing is changed.
