@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils import _pytree as pytree
@@ -167,6 +166,8 @@ def _bounds(item: fx.Node, known: Mapping[str, Range]) -> Range:
 
 def _selection(node: fx.Node) -> Selection | None:
     """How a call selects by a number; None where its result may have no elements, or this is not known."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes a second to load
+
     own = arguments(node)
     start, whole = own.get("start", own.get("index")), _value(own["self"])
     part = _value(own.get("src", node))

@@ -126,3 +126,18 @@ def test_the_script_for_a_shell_is_shown() -> None:
         [sys.executable, "-c", script], env=found, capture_output=True, text=True, timeout=120
     )
     assert "_AMPOPT_COMPLETE" in done.stdout, done.stderr
+
+
+SLOW = {"sympy", "torch._dynamo", "torch._inductor", "onnxruntime", "openvino", "onnx", "triton"}
+"""What takes a second and more to import, and is needed by few calls, or beside other work."""
+
+
+def test_what_is_slow_is_not_imported_with_the_interface() -> None:
+    script = (
+        "import sys, torch; before = set(sys.modules); import ampopt.api, ampopt.bundle_load\n"
+        f"print(sorted({SLOW} & (set(sys.modules) - before)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"

@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy
-from ampopt.ir.transform import Recipe
-from ampopt.measure.ledger import Ledger
 from tests.helpers import BF16, Model
+from tests.support.keeping import check_calls, served
 from tests.support.norms import training
-from tests.support.planted import captured_of, optimize
+from tests.support.planted import optimize
 
 SHAPE = (2, 3, 8, 8)
 
@@ -58,13 +56,6 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return MODELS[request.param]().eval()
 
 
-def served(model: nn.Module, lane: Lane = FP32) -> ampopt.OptimizedModule:
-    """The model captured and served, with no pass that is timed."""
-    original, captured = captured_of(model, frames(1)[0])
-    program, recipe = lane.start(captured.program), Recipe(lane, (), 0.05)
-    return ampopt.OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
-
-
 def same(a: Tensor, b: Tensor, limit: float = 1e-5) -> bool:
     return bool((a - b).double().norm() <= limit * b.double().norm())
 
@@ -75,13 +66,11 @@ def _statistics(model: nn.Module) -> list[Tensor]:
 
 def test_eight_calls_are_the_originals_and_leave_it_as_it_was(model: nn.Module) -> None:
     before = _statistics(model)
-    fast, twin = served(model), private_copy(model)
-    for x in frames(8):
-        assert same(fast(x), twin(x))
+    fast, twin = served(model, x=frames(1)[0]), private_copy(model)
+    check_calls(fast, twin, frames(8))
     fast.reset_state()
     twin = private_copy(model)
-    for x in frames(8):
-        assert same(fast(x), twin(x))
+    check_calls(fast, twin, frames(8))
     assert all(map(torch.equal, before, _statistics(model)))
 
 
@@ -89,27 +78,24 @@ def test_what_earlier_calls_of_the_model_have_left_is_taken_over(model: nn.Modul
     with torch.no_grad():
         for x in frames(3):
             model(x)
-    fast, twin = served(model), private_copy(model)
-    for x in frames(4):
-        assert same(fast(x), twin(x))
+    fast, twin = served(model, x=frames(1)[0]), private_copy(model)
+    check_calls(fast, twin, frames(4))
 
 
 def test_the_low_precision_lane_moves_the_statistics_too(model: nn.Module) -> None:
-    fast, twin = served(model, BF16), private_copy(model)
-    for x in frames(8):
-        assert same(fast(x), twin(x), 0.05)
+    fast, twin = served(model, BF16, frames(1)[0]), private_copy(model)
+    check_calls(fast, twin, frames(8), 0.05)
 
 
 def test_batches_of_several_sizes_move_the_same_statistics(model: nn.Module) -> None:
-    fast, twin = served(model), private_copy(model)
+    fast, twin = served(model, x=frames(1)[0]), private_copy(model)
     fast.prepare((5, 3, 8, 8))
-    for pair in zip(frames(3), frames(3, 5, 3, 8, 8), frames(3, 1, 3, 9, 7), strict=True):
-        for x in pair:
-            assert same(fast(x), twin(x))
+    for calls in zip(frames(3), frames(3, 5, 3, 8, 8), frames(3, 1, 3, 9, 7), strict=True):
+        check_calls(fast, twin, list(calls))
 
 
 def test_a_copy_goes_on_alone(model: nn.Module) -> None:
-    fast, twin = served(model), private_copy(model)
+    fast, twin = served(model, x=frames(1)[0]), private_copy(model)
     x, y, z = frames(3)
     assert same(fast(x), twin(x))
     other, second = copy.deepcopy(fast), copy.deepcopy(twin)
@@ -119,17 +105,16 @@ def test_a_copy_goes_on_alone(model: nn.Module) -> None:
 
 
 def test_a_bundle_begins_where_the_model_did(model: nn.Module, tmp_path: Path) -> None:
-    fast, twin = served(model), private_copy(model)
+    fast, twin = served(model, x=frames(1)[0]), private_copy(model)
     fast(frames(1)[0])
     fast.save(tmp_path / "model.ampopt")
     loaded = ampopt.load(tmp_path / "model.ampopt")
-    for x in frames(5):
-        assert same(loaded(x), twin(x))
+    check_calls(loaded, twin, frames(5))
 
 
 def test_an_onnx_file_takes_and_returns_the_statistics(model: nn.Module, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    fast, twin = served(model), private_copy(model)
+    fast, twin = served(model, x=frames(1)[0]), private_copy(model)
     report = fast.export_onnx(tmp_path / "m.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     first, *names = report.inputs
@@ -146,8 +131,7 @@ def test_optimize_verifies_it(model: nn.Module, quick: None) -> None:
     fast, twin = optimize(model, frames(1)[0], precision="fp32", budget_s=5.0), private_copy(model)
     assert isinstance(fast, ampopt.OptimizedModule)
     assert not any("verified" in note or "not one graph" in note for note in fast.report.notes)
-    for x in frames(8):
-        assert same(fast(x), twin(x))
+    check_calls(fast, twin, frames(8))
 
 
 @pytest.mark.gpu
@@ -157,9 +141,7 @@ def test_a_gpu_moves_the_statistics_in_a_cuda_graph(model: nn.Module, precision:
     fast = ampopt.optimize(model.cuda(), first, precision=precision, budget_s=15.0)
     assert isinstance(fast, ampopt.OptimizedModule)
     twin = private_copy(model)
-    for x in others:
-        assert same(fast(x), twin(x), 0.02)
+    check_calls(fast, twin, others, 0.02)
     fast.reset_state()
     twin = private_copy(model)
-    for x in others:
-        assert same(fast(x), twin(x), 0.02)
+    check_calls(fast, twin, others, 0.02)
