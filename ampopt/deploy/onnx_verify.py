@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.unmarked import array_of
 from ampopt.measure.draws import Draw
+from ampopt.measure.followed import Judged
 from ampopt.measure.metric import Metric
 from ampopt.measure.original import Run
+from ampopt.measure.own_errors import LEAST_NORM
 from ampopt.measure.tied_values import TiedValues
-from ampopt.measure.verify import LEAST_NORM, Verifier
+from ampopt.measure.verify import Verifier
 from ampopt.ort.knobs import changed
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner, openvino_version
@@ -115,19 +117,18 @@ class OnnxVerifier(Verifier):
         """The original with equal values in other orders."""
         return TiedValues(self, self.draws, least_norm=LEAST_NORM)
 
-    def judged(self, run: Run, lane: Lane, draw: Draw) -> Iterator[tuple[int, float, float]]:
+    def judged(self, run: Run, lane: Lane, draw: Draw) -> Judged:
         """As `Verifier.judged`, with the order of equal values that a run may have."""
-        found = list(super().judged(run, lane, draw))
-        is_within = all(error <= limit for _, error, limit in found)
-        if not is_within and all(math.isfinite(error) for _, error, _ in found):
-            found = self.ties.judged(self.steps(run, draw), lane, draw, found)
-        yield from found
+        judged = super().judged(run, lane, draw)
+        if judged.passed or not math.isfinite(judged.error):
+            return judged
+        return Judged(self.ties.judged(self.steps(run, draw), lane, draw, judged.found))
 
     def outputs(self, run: Run, lane: Lane, names: Sequence[str], provider: str) -> list[OutputCheck]:
         """For each output the draw with the largest error relative to its limit."""
         worst: dict[str, OutputCheck] = {}
         for draw in (*self.draws, *self.range_draws(lane)):
-            for index, error, limit in self.judged(run, lane, draw):
+            for index, error, limit in self.judged(run, lane, draw).found:
                 name, own = names[index], self.own_errors(lane, draw)[index]
                 check = OutputCheck(name, provider, error, own, limit, draw.name)
                 if name not in worst or not _excess(check) <= _excess(worst[name]):

@@ -88,6 +88,11 @@ class CapturedGraph:
         """The outputs as the caller is promised."""
         return self._program.run(*self._inputs)
 
+    @property
+    def by_operators(self) -> Callable[..., tuple[Tensor, ...]]:
+        """The program without a graph: its operators are called one by one."""
+        return self._program.run
+
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Flat tensors in, flat tensors out."""
         with self._lock:

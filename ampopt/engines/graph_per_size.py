@@ -38,6 +38,11 @@ class GraphPerSize:
         self._captured: dict[tuple[torch.Size, ...], Callable[..., tuple[Tensor, ...]]] = {}
         self._calls: Counter[tuple[torch.Size, ...]] = Counter()
 
+    @property
+    def by_operators(self) -> Callable[..., tuple[Tensor, ...]]:
+        """The program without a graph: its operators are called one by one."""
+        return self._program.run
+
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Flat tensors in, flat tensors out."""
         sizes = tuple([tensor.shape for tensor in tensors])

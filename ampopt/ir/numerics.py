@@ -92,6 +92,11 @@ class Check:
     reason: str | None
     spread: str | None = None
     """Which NaN or infinity in one input element reaches more output elements than in eager."""
+    choices: str | None = None
+    """Which operator takes other places than in float64, that are as good.
+
+    `error` is then that against the original that takes the same.
+    """
 
     @property
     def passed(self) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,15 @@ from ampopt.measure.draws import Draw, steps_of
 
 Run = Callable[..., Sequence[Tensor]]
 """Takes and returns flat tensors; a state, if there is one, is last in both."""
+
+
+@runtime_checkable
+class HasOperators(Protocol):
+    """A run whose operators cannot be seen, as those of a CUDA graph."""
+
+    @property
+    def by_operators(self) -> Run:
+        """The same by operators that are called one by one."""
 
 
 class Original:
@@ -100,19 +109,22 @@ class Original:
         """The original's outputs in float64, for each call of a draw."""
         if draw.name not in self._references:
             began = time.perf_counter()
-            with Settings().scope(self.device):
-                self._references[draw.name] = self._reference(draw)
+            self._references[draw.name] = self.reference_within(draw)
             synchronize(self.device)
             self.exact_s = time.perf_counter() - began
         return self._references[draw.name]
 
-    def _reference(self, draw: Draw) -> list[list[Tensor]]:
+    def reference_within(
+        self, draw: Draw, mode: contextlib.AbstractContextManager[object] | None = None
+    ) -> list[list[Tensor]]:
+        """The outputs in float64, computed anew within a mode that may change what operators do."""
         exact, state = self._exact, self.captured.initial_state
-        if exact is None:
-            return self.steps(lambda *tensors: self.call_original(self._model, tensors), draw)
-        wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
-        with self._asserts_raised(), self._scope():
-            return steps_of(wide, lambda *tensors: self.call_original(exact, tensors), _widened(state))
+        with Settings().scope(self.device), mode or contextlib.nullcontext():
+            if exact is None:
+                return self.steps(lambda *tensors: self.call_original(self._model, tensors), draw)
+            wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
+            with self._asserts_raised(), self._scope():
+                return steps_of(wide, lambda *tensors: self.call_original(exact, tensors), _widened(state))
 
     def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
         """The original model as a program of a lane: strict FP32, or under autocast."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampopt.ir.model_copy import same_tensor
-from ampopt.measure.original import Run
+from ampopt.measure.original import HasOperators, Run
 
 
 class Watched:
@@ -28,6 +28,11 @@ class Watched:
         self.error: Exception | None = None
         """What the function has raised."""
         self._run, self._last, self._static = run, list[Tensor](), static
+
+    @property
+    def by_operators(self) -> Run:
+        """The function, or what it has for operators that can be seen."""
+        return self._run.by_operators if isinstance(self._run, HasOperators) else self._run
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Call the function."""

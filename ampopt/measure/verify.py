@@ -7,12 +7,8 @@ are served or exported, far outside of the examples' range.
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import dataclasses
 import math
-import statistics
-import textwrap
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,58 +16,26 @@ from torch import nn
 from ampopt.errors import InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
-from ampopt.ir.numerics import Check, finite_norm, relative_error, roundings_of_sums
-from ampopt.ir.signature import own_copies
+from ampopt.ir.numerics import Check
 from ampopt.ir.unchecked_reads import divides_towards_zero, why_nan_may_crash
 from ampopt.measure.clocks import synchronize
-from ampopt.measure.draws import (
-    CALLS_IN_A_ROW,
-    Draw,
-    fault_draws,
-    faults_elsewhere,
-    integer_draws,
-    plain_draws,
-    range_draws,
-)
+from ampopt.measure.draws import Draw, fault_draws, faults_elsewhere, integer_draws
 from ampopt.measure.fault_check import FaultCheck, Faults
+from ampopt.measure.followed import FOLLOWED_FROM, Judged
 from ampopt.measure.integer_check import IntegerCheck
 from ampopt.measure.metric import Metric, metric_value
-from ampopt.measure.original import Original, Run
+from ampopt.measure.original import Run
+from ampopt.measure.own_errors import OwnErrors
 from ampopt.measure.ownership import Watched
-from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted
 
-AS_FAR = 2.0
-"""Largest ratio of a program's error to eager's change by rounding, if the error is over the limit.
 
-Outputs of zeros have an error of 1, which never passes.
-"""
-
-LEAST_NORM = 1e-6
-"""Outside of the examples' range, an output's norm counts as at least this share of that on the examples."""
-
-CANCELLED = 0.05
-"""Far outside, rounding may decide a result that is wrong by at most this share of its usual norm."""
-
-ROUNDINGS = 6
-"""Number of eager runs with changed rounding, to learn how far rounding alone can change an output.
-
-On a CPU such a run of a large network takes 2 to 4 times as long as eager. One of an encoder and decoder has
-even chances to move the place of a pooling's largest number by which ONNX Runtime's right results differ.
-"""
-
-
-class Verifier(Original):
+class Verifier(OwnErrors):
     """Compares programs with the original model in float64, on the example inputs and on fresh draws.
 
-    The limit for each output is a small multiple of eager's own error in the same lane, and at most
-    `Limits.largest`. A model with a discontinuity (the arg-max of a pooling window) can make a large jump
-    because of rounding alone, which eager happens not to make. So if a program is over the limit on a draw,
-    eager itself runs on that draw with changed rounding of weights and inputs, and with sums changed as
-    another order of their terms may, and the change of its outputs counts as eager's own error. A lane in
-    which eager overflows, or is too inexact on most draws, has another yardstick, see `yardstick`. Outside of
-    the examples' range all that it computes is rounded anew, too: it may amplify rounding there. A model with
-    a state is called several times in succession from its initial state, and every output and state of every
+    The limits are those that the original's own errors allow, see `OwnErrors`; a program that makes other
+    choices that are as good is compared with the original that makes these, see `followed`. A model with a
+    state is called several times in succession from its initial state, and every output and state of every
     call counts.
     """
 
@@ -87,18 +51,11 @@ class Verifier(Original):
         faults: Faults = "keep",
     ) -> None:
         """Compute the references. `model`, a private copy on the program's device, is not called itself."""
-        self.tolerance, self.metric, self.faults = tolerance, metric, faults
-        super().__init__(model, captured)
-        self._own: dict[tuple[Lane, str], list[float]] = {}
-        self._called: dict[str, list[float]] = {}
-        self._unlimited: dict[tuple[Lane, str], list[float]] = {}
-        self._jumps: dict[tuple[Lane, str, bool], tuple[int, list[float]]] = {}
+        self.metric, self.faults = metric, faults
+        super().__init__(model, captured, tolerance=tolerance, draws=draws, seed=seed)
         most = math.inf if metric is not None else tolerance or 0.0  # a metric alone knows what is right
         self.fault_check = FaultCheck(self, faults, most)
-        in_a_row = CALLS_IN_A_ROW if captured.lifted else 1
-        inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
-        self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
-        self._range_draws = range_draws(inputs, in_a_row=in_a_row)
+        in_a_row, inputs = self._in_a_row, self._inputs
         smallest = not divides_towards_zero(captured.program)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row, with_smallest=smallest)
         crash = why_nan_may_crash(captured.program)
@@ -120,77 +77,6 @@ class Verifier(Original):
                 "the outputs and those of the original in float64, and returns a number"
             ) from error
 
-    def _accepted(self, draws: Sequence[Draw]) -> list[Draw]:
-        """The draws that the original can be called with: offsets or indices may not be drawn at random."""
-        kept = [draws[0]]
-        for draw in draws[1:]:
-            try:
-                self.steps(self.eager(FP32), draw)
-            except Exception as error:
-                why = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" …")
-                self.note = f"a random input was not verified on, because the model refuses it: {why}"
-            else:
-                kept.append(draw)
-        return kept
-
-    def own_error(self, lane: Lane) -> float:
-        """Eager's largest relative error in the lane, over outputs and draws."""
-        return max((max(self.own_errors(lane, draw), default=0.0) for draw in self.draws), default=0.0)
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether the original gives numbers in FP32: what holds for a diverged one holds for no other."""
-        try:
-            return math.isfinite(self.own_error(FP32))
-        except Exception as error:  # it fails in FP32, which a note on the lane says
-            check_interrupted(error)
-            return False
-
-    @functools.cached_property
-    def called_error(self) -> float | None:
-        """The original's error as the process calls it, with its setting of TF32; None without TF32."""
-        if not rounds_to_tf32(self.device):
-            return None
-        return max((max(self._called_errors(draw), default=0.0) for draw in self.draws), default=0.0)
-
-    def _called_errors(self, draw: Draw) -> list[float]:
-        if draw.name not in self._called:
-            self._called[draw.name] = self.errors(self.as_called, draw)
-        return self._called[draw.name]
-
-    def own_errors(self, lane: Lane, draw: Draw) -> list[float]:
-        """Eager's relative error of each output on a draw, in the lane."""
-        if (lane, draw.name) not in self._own:
-            self._own[lane, draw.name] = self.errors(self.eager(lane), draw)
-        return self._own[lane, draw.name]
-
-    def errors(self, run: Run, draw: Draw) -> list[float]:
-        """The relative error of each output on a draw, the largest over its calls."""
-        reference, usual = self.reference(draw), self._usual_norms
-        norms = [LEAST_NORM * norm if draw not in self.draws else 0.0 for norm in usual]
-        worst = [0.0] * len(usual)
-        for outputs, expected in zip(self.steps(run, draw), reference, strict=True):
-            if len(outputs) != len(expected):
-                return [float("inf")] * max(len(expected), 1)
-            for index, (a, b, norm) in enumerate(zip(outputs, expected, norms, strict=True)):
-                error = relative_error(a, b, least_norm=norm)
-                worst[index] = max(worst[index], error if error == error else math.inf)
-        return worst
-
-    def range_draws(self, lane: Lane) -> Iterator[Draw]:
-        """The draws outside of the examples' range on which eager, in the lane, does not fail."""
-        for draw in self._range_draws:
-            try:
-                self.own_errors(lane, draw)
-            except Exception:  # the model does not take such inputs
-                continue
-            yield draw
-
-    @functools.cached_property
-    def _usual_norms(self) -> list[float]:
-        """The norm of each output's finite elements on the examples."""
-        return [finite_norm(tensor) for tensor in self.reference(self.draws[0])[0]]
-
     def settling_s(self, call_s: float) -> float:
         """Seconds to verify a first program outside of the examples' range, as far as known.
 
@@ -198,74 +84,6 @@ class Verifier(Original):
         """
         draws = [*self._range_draws, *self._faults_elsewhere]
         return sum(self.exact_s + 2 * call_s * len(draw.calls) for draw in draws)
-
-    def counts(self, lane: Lane, draw: Draw, output: int, error: float) -> bool:
-        """Whether an error on a draw affects the verdict.
-
-        Outside of the examples' range it does not if eager overflows in the lane. If eager is too inexact to
-        be a reference, a program has to be finite, and does not where the original as it is called is not. A
-        result that cancels, to a small share of the usual one, may be decided by rounding.
-        """
-        own, most = self.own_errors(lane, draw)[output], lane.limits.largest
-        if draw in self.draws:
-            return True
-        if not math.isfinite(error):
-            return math.isfinite(own) and math.isfinite(self._called_errors(draw)[output])
-        if own > most or error <= most:
-            return own <= most
-        usual = self._usual_norms[output]
-        norm = max(LEAST_NORM * usual, *(finite_norm(each[output]) for each in self.reference(draw)))
-        is_small = error * norm < CANCELLED * usual
-        enough = max(most, error / lane.limits.multiple)
-        jump = self.largest_jump(lane, draw, output, enough, within=True) if is_small else 0.0
-        return jump <= most or error > lane.limits.allowed(jump)
-
-    def largest_jump(
-        self, lane: Lane, draw: Draw, output: int, enough: float = math.inf, *, within: bool = False
-    ) -> float:
-        """How far rounding alone changes eager's output on a draw; see the class. Overflow is no change.
-
-        `enough`: what need not be exceeded. `within`: the rounding of all that eager computes, too, as
-        another order of every sum changes it. Far outside of the examples' range that can be 100 times as
-        much: a model may amplify it there.
-        """
-        none = [0.0] * len(self.reference(draw)[0])
-        done, worst = self._jumps.get((lane, draw.name, within), (0, none))
-        if done < ROUNDINGS and worst[output] < enough:
-            seeds, roundings = range(done, ROUNDINGS), roundings_of_sums(lane.dtype) if within else 0.0
-            for moved in self.runs_rounded_anew(lane, seeds, within=True, roundings=roundings):
-                with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
-                    errors = [e if math.isfinite(e) else 0.0 for e in self.errors(moved, draw)]
-                    worst = [max(pair) for pair in zip(worst, errors, strict=True)]
-                done += 1
-                if worst[output] >= enough:
-                    break
-            self._jumps[lane, draw.name, within] = done, worst
-        return worst[output]
-
-    def yardstick(self, lane: Lane, draw: Draw, output: int) -> float | None:
-        """The error in the place of eager's own on a draw where eager is no yardstick; None where it is.
-
-        It is none in a mixed lane in which its usual error is over the lane's largest limit, or infinite. In
-        its place comes the error of eager in FP32 whose weights, inputs and results are all rounded anew to
-        the lane's dtype, as if this had FP32's range; it allows `Limits.without_eager` at the most. Where the
-        process lets the original round to TF32, which has as few bits, it is at least the error that the
-        original has to its caller; one over the largest limit licenses nothing.
-        """
-        limits = lane.limits
-        own = statistics.median_low([self.own_errors(lane, each)[output] for each in self.draws])
-        if not lane.is_mixed or own <= limits.largest:
-            return None
-        most = limits.without_eager / limits.multiple
-        if (lane, draw.name) not in self._unlimited:
-            found = [math.inf] * len(self.reference(draw)[0])
-            for moved in self.runs_rounded_anew(lane, range(1), within=True, unlimited=True):
-                with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
-                    found = self.errors(moved, draw)
-            self._unlimited[lane, draw.name] = found
-        instead = min(self._unlimited[lane, draw.name][output], most)
-        called = self._called_errors(draw)[output] if rounds_to_tf32(self.device) else 0.0
-        return max(instead, called) if called <= limits.largest else instead
 
     def check(self, run: Run, lane: Lane, *, everywhere: bool = False, static: bool = False) -> Check:
         """Verify a function of flat tensors as a program of the lane.
@@ -310,12 +128,15 @@ class Verifier(Original):
             if not (check := self._check_draw(run, lane, draw)).passed:
                 return check
             if draw in self.draws:
+                told = worst.choices or check.choices
                 worst = max(worst, check, key=lambda found: found.error)
+                worst = dataclasses.replace(worst, choices=told)
         return worst
 
     def _check_draw(self, run: Run, lane: Lane, draw: Draw) -> Check:
         worst = Check(0.0, float("inf"), None)
-        for output, error, limit in self.judged(run, lane, draw):
+        judged = self.judged(run, lane, draw)
+        for output, error, limit in judged.found:
             if not error <= limit or not math.isfinite(error):
                 is_usual, own = draw in self.draws, self.own_errors(lane, draw)[output]
                 own, place = (self.own_error(lane), "") if is_usual else (own, f" with {draw.name}")
@@ -323,39 +144,33 @@ class Verifier(Original):
                 return Check(error, limit, f"output {output}{place}: {told}")
             if error >= worst.error:
                 worst = Check(error, limit, None)
-        return worst
+        return dataclasses.replace(worst, choices=judged.choices)
 
-    def judged(self, run: Run, lane: Lane, draw: Draw) -> Iterator[tuple[int, float, float]]:
-        """The outputs that count on a draw, each with its error and the largest that it may have."""
-        for output, error in enumerate(self.errors(run, draw)):
-            if self.counts(lane, draw, output, error):
-                yield output, error, self.limit(lane, draw, output, error)
+    def judged(self, run: Run, lane: Lane, draw: Draw) -> Judged:
+        """The outputs that count on a draw, each with its error and the largest that it may have.
 
-    def limit(self, lane: Lane, draw: Draw, output: int, error: float) -> float:
-        """The largest relative error that a program may have on a draw; `error` is its present error."""
-        is_usual = draw in self.draws
-        if self.tolerance is not None and is_usual:
-            return self.tolerance
-        if is_usual and (instead := self.yardstick(lane, draw, output)) is not None:
-            return min(lane.limits.allowed(instead), lane.limits.largest)
-        usual = statistics.median_low(
-            [self._usual_error(lane, each, output) for each in self.draws]
-        )  # no draw's jump is another's licence
-        mine = self.own_errors(lane, draw)[output]
-        limit = min(lane.limits.allowed(max(usual, mine if mine < 1.0 else 0.0)), lane.limits.largest)
-        limit = max(limit, self.tolerance or 0.0)
-        if limit < error < 1.0:
-            jump = self.largest_jump(lane, draw, output, error / AS_FAR)
-            bounds = min(lane.limits.allowed(jump), lane.limits.largest), AS_FAR * jump
-            limit = max(limit, *bounds)
-        if limit < error <= lane.limits.largest and not is_usual:
-            jump = self.largest_jump(lane, draw, output, error / lane.limits.multiple, within=True)
-            limit = max(limit, min(lane.limits.allowed(jump), lane.limits.largest))
-        return limit
+        Where they are far off, they are compared with the original that makes the run's own choices, too. A
+        user's tolerance or metric is about the original's.
+        """
+        found = [
+            (output, error, self.limit(lane, draw, output, error))
+            for output, error in enumerate(self.errors(run, draw))
+            if self.counts(lane, draw, output, error)
+        ]
+        plain = Judged(found)
+        if self.tolerance is not None or (plain.passed and plain.error <= FOLLOWED_FROM):
+            return plain
+        followed = self.following.judged(run, lane, draw)
+        return followed if followed is not None and (followed.passed or not plain.passed) else plain
 
-    def _usual_error(self, lane: Lane, draw: Draw, output: int) -> float:
-        instead = self.yardstick(lane, draw, output)
-        return self.own_errors(lane, draw)[output] if instead is None else instead
+    def output_errors(self, run: Run, lane: Lane, draw: Draw) -> list[tuple[float, float]]:
+        """The error of each output on a draw, and eager's own in the lane, as they are told: see `judged`."""
+        errors, own = self.errors(run, draw), self.own_errors(lane, draw)
+        if self.judged(run, lane, draw).choices is not None:
+            followed, eager = self.following.followed(run, draw), self.following.own(lane, draw)
+            if followed is not None and eager is not None:
+                errors, own = followed.errors, eager.errors
+        return list(zip(errors, own, strict=True))
 
     def check_metric(self, run: Run) -> Check:
         """Verify with the user's metric alone. Raises InputError where it gives a number below 0."""

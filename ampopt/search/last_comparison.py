@@ -110,6 +110,8 @@ class LastComparison:
             self._ledger.notes.append(
                 f"in the {lane.name} lane {check.spread}; {argument('nan', 'exact')} forbids that"
             )
+        if check.choices:
+            self._ledger.notes.append(f"in the {lane.name} lane {check.choices}")
         before, after = timed[f"eager {lane.name}"], timed[f"best {lane.name}"]
         self._ledger.lanes[lane.name] = LaneSummary(
             lane=lane.name,
@@ -129,12 +131,12 @@ class LastComparison:
         """The errors of the model's outputs, and of its state's, on the example inputs."""
         draw = self._verifier.draws[0]
         values = self._verifier.reference(draw)[0]
-        errors = self._verifier.errors(state.best.run, draw), self._verifier.own_errors(state.lane, draw)
+        errors = self._verifier.output_errors(state.best.run, state.lane, draw)
         returned: Any = self._captured.program.graph.graph.output_node().args[0]
         names = [node.name for node in returned]
         return tuple(
             OutputError(name, tuple(value.shape), *each)
-            for name, value, *each in zip(names, values, *errors, strict=False)
+            for name, value, each in zip(names, values, errors, strict=False)
         )
 
     def is_too_inexact(self, state: LaneState) -> bool:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.ir.lanes import FP32
-from ampopt.measure.verify import ROUNDINGS, Verifier
+from ampopt.measure.own_errors import ROUNDINGS
+from ampopt.measure.verify import Verifier
 from tests.helpers import Model
 from tests.support.verifying import verifier_of
 

@@ -92,7 +92,7 @@ def test_where_the_caller_gets_more_error_from_tf32_it_is_twice_that(
     def rounds(self: Verifier, *tensors: Tensor) -> list[Tensor]:
         return [y * (1 + called) for y in self.eager(FP32)(*tensors)]
 
-    monkeypatch.setattr("ampopt.measure.verify.rounds_to_tf32", lambda device: True)
+    monkeypatch.setattr("ampopt.measure.own_errors.rounds_to_tf32", lambda device: True)
     monkeypatch.setattr(Verifier, "as_called", rounds)
     verifier = verifier_of(cancelling(), torch.randn(IMAGE))
     assert verifier.own_error(FP16) > FP16.limits.largest

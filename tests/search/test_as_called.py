@@ -37,7 +37,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
     def inexact(self: Verifier, *tensors: Tensor) -> list[Tensor]:
         return [(1 + error) * each for each in real(self, *tensors)]
 
-    monkeypatch.setattr("ampopt.measure.verify.rounds_to_tf32", lambda device: True)
+    monkeypatch.setattr("ampopt.measure.own_errors.rounds_to_tf32", lambda device: True)
     monkeypatch.setattr(Verifier, "as_called", inexact)
 
 

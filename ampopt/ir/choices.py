@@ -1,0 +1,281 @@
+"""Choices by values: operators that tell the places of the largest, seen in one run and followed in another.
+
+A lane rounds what is compared, so among values that are nearly alike it takes other places than float64 does:
+the 300 best of 8,400 queries, the neighbours of a point. What is computed from other places is another
+result, which no error of the first tells anything about. A run that makes the same choices is its reference,
+where these are as good: see `measure.followed`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.ir.eager_mode import EagerMode
+from ampopt.ir.graph import arguments, aten, calls, gives_a_tensor, shape_of, where
+
+_KINDS: Mapping[Any, str] = {
+    aten.topk.default: "topk",
+    aten.sort.default: "sort",
+    aten.sort.stable: "stable sort",
+    aten.argsort.default: "sort",
+    aten.argsort.stable: "stable sort",
+    aten.max.dim: "max",
+    aten.argmax.default: "max",
+    aten.min.dim: "min",
+    aten.argmin.default: "min",
+    aten.kthvalue.default: "kthvalue",
+    aten.median.dim: "median",
+}
+
+_ORDERS = {"topk", "sort", "stable sort"}
+_FIRST_OF_EQUAL = {"stable sort", "max", "min"}
+"""Of equal values these take the first, as PyTorch documents; the order of others is open."""
+
+_ASKED = ("k", "largest", "sorted", "descending")
+
+
+Key = tuple[Any, ...]
+"""What an operator is asked that tells places: its kind, the shape, the dimension, the number, the order."""
+
+
+def makes_choices(graph: fx.GraphModule) -> bool:
+    """Whether a graph has operators that tell places."""
+    return any(True for _ in calls(graph, _KINDS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooser:
+    """A node of a graph that makes choices, its place in the user's model, and whether places are read."""
+
+    key: Key
+    where: str
+    is_read: bool
+
+    @classmethod
+    def all_in(cls, graph: fx.GraphModule) -> list[Chooser]:
+        """Those of a graph, after `shapes.record_shapes`, in order."""
+        found = []
+        for node in calls(graph, _KINDS):
+            given = arguments(node)
+            is_read = gives_a_tensor(node) or any(
+                each.args[1] == 1 for each in node.users if each.target is operator.getitem
+            )
+            found.append(cls(_key(_KINDS[node.target], shape_of(given["self"]), given), where(node), is_read))
+        return found
+
+
+def _key(kind: str, shape: Sequence[int], given: Mapping[str, Any]) -> Key:
+    dim = given["dim"]
+    dim = None if dim is None else dim % max(len(shape), 1)
+    return kind, tuple(shape), dim, *(given.get(name) for name in _ASKED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One call of an operator that tells places.
+
+    `places` are int64 [..., chosen] and `rows` the values [..., values] that they were chosen from, with that
+    dimension last; `rows` is None where they were not kept.
+    """
+
+    key: Key
+    places: Tensor
+    rows: Tensor | None = None
+
+    @property
+    def is_order(self) -> bool:
+        """Whether it takes several places of a row, each once."""
+        return self.key[0] in _ORDERS
+
+
+class SeenChoices(EagerMode):
+    """A mode that writes down the choices of what runs in it, in their order: `seen`.
+
+    `with_rows`: with the values that they were made from. Operators within compiled code are not seen.
+    """
+
+    def __init__(self, *, with_rows: bool = False) -> None:
+        super().__init__()
+        self.seen: list[Choice] = []
+        self._with_rows = with_rows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operator, and write down what it chooses."""
+        result = func(*args, **(kwargs or {}))
+        if (call := _Call.of(func, args, kwargs or {})) is not None:
+            rows = call.rows.detach().clone() if self._with_rows else None
+            self.seen.append(Choice(call.key, call.places(result).clone(), rows))
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Follow:
+    """A choice that was followed: the values that it took, and those of the choice that was made here.
+
+    `values` and `own` have the shape [..., chosen] and the dtype of the run. `rounding` is the largest
+    difference between both runs of a value that one of them has chosen; 0 where those of the other were not
+    kept. `is_valid`: places are in range, each of an order is there once, and of equal values the first is
+    taken where PyTorch says so. `number` is that of the choice among all of this run, `among` that among
+    those with the same key.
+    """
+
+    number: int
+    among: int
+    key: Key
+    values: Tensor
+    own: Tensor
+    rounding: float
+    places: Tensor
+    own_places: Tensor
+    is_valid: bool
+
+    @property
+    def moved(self) -> int:
+        """The number of ranks whose place is another one."""
+        return int((self.own_places != self.places).sum())
+
+    @property
+    def others(self) -> int:
+        """The number of places that are taken, and would not be here."""
+        mine, its = (each.sort(dim=-1).values for each in (self.own_places, self.places))
+        at = torch.searchsorted(mine, its).clamp(max=mine.shape[-1] - 1)
+        return int((mine.gather(-1, at) != its).sum())
+
+    @property
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Its values and those of the choice here, each beside that of the same rank."""
+        if self.key[0] != "topk" or self.key[5]:
+            return self.values, self.own
+        return self.values.sort(dim=-1).values, self.own.sort(dim=-1).values
+
+
+class FollowedChoices(EagerMode):
+    """A mode in which the choices of another run are made, in the order in which that made them.
+
+    Choices here that the other run did not make, or asked otherwise, are made as ever. `is_done` tells
+    whether all of the other's were found; `follows` are those.
+    """
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        super().__init__()
+        self.follows: list[Follow] = []
+        self._choices, self._keys = list(choices), list[Key]()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every choice of the other run was followed."""
+        return len(self.follows) == len(self._choices)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operator; one that chooses takes the other run's places."""
+        result = func(*args, **(kwargs or {}))
+        if (call := _Call.of(func, args, kwargs or {})) is None:
+            return result
+        number, among = len(self._keys), self._keys.count(call.key)
+        self._keys.append(call.key)
+        if self.is_done or self._choices[len(self.follows)].key != call.key:
+            return result
+        choice, own_places = self._choices[len(self.follows)], call.places(result)
+        places = choice.places.to(own_places.device)
+        is_inside = bool(((places >= 0) & (places < call.rows.shape[-1])).all())
+        places = places if is_inside else own_places
+        values, own = (call.rows.gather(-1, each) for each in (places, own_places))
+        is_valid = is_inside and _is_proper(choice, call.rows, places, values, own)
+        follow = Follow(
+            number,
+            among,
+            call.key,
+            values=values,
+            own=own,
+            rounding=_rounding(choice, call.rows, (places, own_places)),
+            places=places,
+            own_places=own_places.clone(),
+            is_valid=is_valid,
+        )
+        self.follows.append(follow)
+        return call.result(result, values, places)
+
+
+def _rounding(choice: Choice, rows: Tensor, taken: Sequence[Tensor]) -> float:
+    if choice.rows is None:
+        return 0.0
+    theirs = choice.rows.to(rows.device)
+    return max(distance(theirs.gather(-1, places), rows.gather(-1, places)) for places in taken)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors in float64; 0 where both have the same infinity, and for none."""
+    a, b = a.double(), b.double()
+    far = torch.where(a == b, 0.0, (a - b).abs())
+    return float(far.max()) if far.numel() else 0.0
+
+
+def _is_proper(choice: Choice, rows: Tensor, places: Tensor, values: Tensor, own: Tensor) -> bool:
+    """Whether an order has each place once, and the first of equal values is taken where that is defined."""
+    if choice.is_order and bool((places.sort(dim=-1).values.diff(dim=-1) == 0).any()):
+        return False
+    if choice.key[0] not in _FIRST_OF_EQUAL:
+        return True
+    if choice.is_order:
+        return not bool(((values.diff(dim=-1) == 0) & (places.diff(dim=-1) < 0)).any())
+    first = (rows == values).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    return not bool(((first != places) & (values == own)).any())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of an operator that tells places, with its rows of values in the last dimension."""
+
+    key: Key
+    rows: Tensor
+    dim: int | None
+    keeps_dim: bool
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call | None:
+        """The call; None for other operators, for integers, and for a single value."""
+        if (kind := _KINDS.get(func)) is None:
+            return None
+        given = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
+        given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs
+        values: Tensor = given["self"]
+        if not values.is_floating_point() or not values.dim() or not values.numel():
+            return None
+        dim = given["dim"]
+        rows = values.reshape(-1) if dim is None else values.movedim(dim, -1)
+        key = _key(kind, values.shape, given)
+        return cls(key, rows, key[2], kind in _ORDERS or bool(given.get("keepdim")))
+
+    def places(self, result: Any) -> Tensor:
+        """The places in a result, with the dimension last."""
+        places: Tensor = result if isinstance(result, Tensor) else result[1]
+        if self.dim is None:
+            return places.reshape(1)
+        return places.movedim(self.dim, -1) if self.keeps_dim else places.unsqueeze(-1)
+
+    def result(self, own: Any, values: Tensor, places: Tensor) -> Any:
+        """A result like its own, of other values and places."""
+        if isinstance(own, Tensor):
+            return self._laid(places, own)
+        return self._laid(values, own[0]), self._laid(places, own[1])
+
+    def _laid(self, rows: Tensor, own: Tensor) -> Tensor:
+        if self.dim is None:
+            return rows.reshape(own.shape)
+        laid = rows.movedim(-1, self.dim) if self.keeps_dim else rows.squeeze(-1)
+        return torch.empty_like(own).copy_(laid)
+
+
+def seen_in(run: Callable[[], Any], *, with_rows: bool = False) -> tuple[Any, list[Choice]]:
+    """What a function gives, and the choices that it makes."""
+    mode = SeenChoices(with_rows=with_rows)
+    with mode:
+        found = run()
+    return found, mode.seen

@@ -1,0 +1,195 @@
+"""Errors against the original that makes a program's own choices, where these are as good.
+
+An operator that tells places (`topk`, `argmax`, `sort`) takes others where rounding swaps values that are
+nearly alike. All that is computed from these places is then another result: two-stage detectors decode other
+queries, a network on points looks at other neighbours. Every program of a lane does so, eager among them.
+
+So where a program is too far from the original, its choices are written down, and the original runs in
+float64 again and makes them, too. A program passes if its outputs are near those, as near as eager is to the
+original that makes eager's choices, and if every choice is as good as that of float64:
+
+- each value that it takes is near the one of that rank in float64: not farther than two values can come to
+  lie when each is rounded by `Limits.multiple` of the most that eager's were in the lane;
+- the error of all that it takes, as if that were an output, is within the multiple of eager's, and at most
+  `MOST`;
+- no place is taken twice, and of equal values the first, where PyTorch says so.
+
+Correct because: the original with other places is the original for scores that differ by no more than the
+lane's rounding of them. What is computed otherwise from the same places is as far from it as ever, and so is
+a program whose choices cannot be seen, or are not those of the run that is judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ampopt.ir.choices import (
+    Choice,
+    Chooser,
+    Follow,
+    FollowedChoices,
+    distance,
+    makes_choices,
+    seen_in,
+)
+from ampopt.ir.lanes import Lane
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.shapes import record_shapes
+from ampopt.measure.draws import Draw
+from ampopt.measure.original import HasOperators, Original, Run
+from ampopt.system.interrupts import check_interrupted
+
+FOLLOWED_FROM = 1e-2
+"""Largest error of an output that is told as it is: that which `precision="auto"` accepts, see `Limits`."""
+
+MOST = 1e-2
+"""Largest relative error of the values at the places that are chosen: more is no rounding of a score."""
+
+Steps = Sequence[Sequence[Tensor]]
+Errors = Callable[[Steps, Steps, Draw], list[float]]
+"""The errors of outputs against a reference, for each call of a draw."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """The error of each output against the original that makes the same choices, and these."""
+
+    errors: list[float]
+    follows: Sequence[Follow]
+
+    @property
+    def is_other(self) -> bool:
+        """Whether a choice is another one than float64's."""
+        return any(follow.moved for follow in self.follows)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether what is chosen is near what float64 would choose, as a rounded score is."""
+        return all(relative_error(*follow.pairs) <= MOST for follow in self.follows)
+
+    def is_as_good(self, lane: Lane, own: Followed) -> bool:
+        """Whether each choice is as good as float64's, within what eager's own in the lane allows."""
+        by_number = {follow.number: follow for follow in own.follows}
+        return self.is_rounded and all(
+            follow.number in by_number and _is_as_good(follow, by_number[follow.number], lane)
+            for follow in self.follows
+        )
+
+
+def _is_as_good(follow: Follow, own: Follow, lane: Lane) -> bool:
+    if not distance(*follow.pairs) <= 2 * lane.limits.multiple * own.rounding:
+        return False
+    return relative_error(*follow.pairs) <= lane.limits.allowed(relative_error(*own.pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """The outputs of a program, each with its error and limit.
+
+    `choices` tells of those that it makes otherwise, where errors are against the original that makes these.
+    """
+
+    found: list[tuple[int, float, float]]
+    choices: str | None = None
+
+    @property
+    def error(self) -> float:
+        """The largest error."""
+        return max((error for _, error, _ in self.found), default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether each error is within its limit."""
+        return all(error <= limit for _, error, limit in self.found)
+
+
+class Following:
+    """The original that makes the choices of others."""
+
+    def __init__(self, original: Original, usual: Sequence[Draw], errors: Errors) -> None:
+        """`usual`: the example, and random inputs like it."""
+        self._original, self._usual, self._errors = original, usual, errors
+        self._own: dict[tuple[Lane, str], Followed | None] = {}
+        self._applies = makes_choices(original.captured.program.graph)
+
+    def followed(self, run: Run, draw: Draw) -> Followed | None:
+        """The errors of a run; None where the original cannot make its choices."""
+        seen = run.by_operators if isinstance(run, HasOperators) else run
+        outputs, choices = seen_in(lambda: self._original.steps(seen, draw))
+        if seen is not run:
+            outputs = self._original.steps(run, draw)
+        return self._against(outputs, choices, draw)
+
+    def own_error(self, run: Run, draw: Draw) -> float:
+        """The original's own largest error, however it is called; infinite where that is no rounding."""
+        found = self.followed(run, draw) if self._applies else None
+        return max(found.errors, default=0.0) if found is not None and found.is_rounded else math.inf
+
+    def own(self, lane: Lane, draw: Draw) -> Followed | None:
+        """Eager in a lane; None where its own choices are no rounding of a score."""
+        if (lane, draw.name) not in self._own:
+            eager = self._original.eager(lane)
+            outputs, choices = seen_in(lambda: self._original.steps(eager, draw), with_rows=True)
+            found = self._against(outputs, choices, draw)
+            self._own[lane, draw.name] = found if found is not None and found.is_rounded else None
+        return self._own[lane, draw.name]
+
+    def _against(self, outputs: Steps, choices: Sequence[Choice], draw: Draw) -> Followed | None:
+        mode = FollowedChoices(choices)
+        reference = self._original.reference_within(draw, mode)
+        if not choices or not mode.is_done or not all(follow.is_valid for follow in mode.follows):
+            return None
+        return Followed(self._errors(outputs, reference, draw), mode.follows)
+
+    def judged(self, run: Run, lane: Lane, draw: Draw) -> Judged | None:
+        """The outputs of a program of the lane; None where its choices are not other ones, or not as good."""
+        if not self._applies:
+            return None
+        try:
+            owns = [own for each in (*self._usual, draw) if (own := self.own(lane, each)) is not None]
+            found = self.followed(run, draw) if len(owns) > len(self._usual) else None
+        except Exception as failed:  # places that the original cannot compute with
+            check_interrupted(failed)
+            return None
+        if found is None or not found.is_other or not found.is_as_good(lane, owns[-1]):
+            return None
+        *usual, mine = owns
+        rows = []
+        for output, error in enumerate(found.errors):
+            by_eager = max(statistics.median_low([e.errors[output] for e in usual]), mine.errors[output])
+            rows.append((output, error, min(lane.limits.allowed(by_eager), lane.limits.largest)))
+        return Judged(rows, self._told(found, mine, draw))
+
+    def _chooser(self, follow: Follow) -> Chooser | None:
+        found = [chooser for chooser in self._choosers if chooser.key == follow.key]
+        return found[follow.among] if follow.among < len(found) else None
+
+    @functools.cached_property
+    def _choosers(self) -> list[Chooser]:
+        return Chooser.all_in(record_shapes(self._original.captured.program))
+
+    def _told(self, found: Followed, own: Followed, draw: Draw) -> str:
+        """What the choice takes otherwise that does so most, of those whose places are read."""
+        choosers = [self._chooser(follow) for follow in found.follows]
+        pairs = list(zip(found.follows, choosers, strict=True))
+        pairs = [
+            (follow, chooser) for follow, chooser in pairs if chooser is None or chooser.is_read
+        ] or pairs
+        most, chooser = max(pairs, key=lambda pair: pair[0].moved)
+        place = chooser.where if chooser is not None else most.key[0]
+        rounding = next(each.rounding for each in own.follows if each.number == most.number)
+        others, count = most.others, most.places.numel()
+        what = (
+            f"takes {others} other ones of {count} places" if others else f"orders {count} places otherwise"
+        )
+        return (
+            f"{place} {what} with {draw.name}: their values "
+            f"are within {distance(*most.pairs):.1e} of float64's, which eager rounds by {rounding:.1e}; "
+            "errors are against the original that takes the same"
+        )
