@@ -10,8 +10,7 @@ original that makes eager's choices, and if every choice is as good as that of f
 
 - each value that it takes is near the one of that rank in float64: not farther than two values can come to
   lie when each is rounded by `Limits.multiple` of the most that eager's were in the lane;
-- the error of all that it takes, as if that were an output, is within the multiple of eager's, and at most
-  `MOST`;
+- the error of all that it takes is within the limit of an output, and counts as that of one;
 - no place is taken twice, and of equal values the first, where PyTorch says so.
 
 Correct because: the original with other places is the original for scores that differ by no more than the
@@ -48,9 +47,6 @@ from ampopt.system.interrupts import check_interrupted
 FOLLOWED_FROM = 1e-2
 """Largest error of an output that is told as it is: that which `precision="auto"` accepts, see `Limits`."""
 
-MOST = 1e-2
-"""Largest relative error of the values at the places that are chosen: more is no rounding of a score."""
-
 Steps = Sequence[Sequence[Tensor]]
 Errors = Callable[[Steps, Steps, Draw], list[float]]
 """The errors of outputs against a reference, for each call of a draw."""
@@ -68,40 +64,48 @@ class Followed:
         """Whether a choice is another one than float64's."""
         return any(follow.moved for follow in self.follows)
 
+    @functools.cached_property
+    def chosen(self) -> dict[int, float]:
+        """The error of the values that each choice takes, by its number."""
+        return {follow.number: relative_error(*follow.pairs) for follow in self.follows}
+
     @property
-    def is_rounded(self) -> bool:
-        """Whether what is chosen is near what float64 would choose, as a rounded score is."""
-        return all(relative_error(*follow.pairs) <= MOST for follow in self.follows)
+    def error(self) -> float:
+        """The largest error, of an output or of what is chosen."""
+        return max((*self.errors, *self.chosen.values()), default=0.0)
 
     def is_as_good(self, lane: Lane, own: Followed) -> bool:
         """Whether each choice is as good as float64's, within what eager's own in the lane allows."""
-        by_number = {follow.number: follow for follow in own.follows}
-        return self.is_rounded and all(
-            follow.number in by_number and _is_as_good(follow, by_number[follow.number], lane)
+        roundings = {follow.number: follow.rounding for follow in own.follows}
+        most = 2 * lane.limits.multiple
+        return all(
+            follow.number in roundings
+            and distance(*follow.pairs) <= most * roundings[follow.number]
+            and self.chosen[follow.number] <= _limit(lane, own.chosen[follow.number])
             for follow in self.follows
         )
 
 
-def _is_as_good(follow: Follow, own: Follow, lane: Lane) -> bool:
-    if not distance(*follow.pairs) <= 2 * lane.limits.multiple * own.rounding:
-        return False
-    return relative_error(*follow.pairs) <= lane.limits.allowed(relative_error(*own.pairs))
+def _limit(lane: Lane, own: float) -> float:
+    return min(lane.limits.allowed(own), lane.limits.largest)
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
     """The outputs of a program, each with its error and limit.
 
-    `choices` tells of those that it makes otherwise, where errors are against the original that makes these.
+    `choices` tells of those that it makes otherwise, where errors are against the original that makes these;
+    `chosen` is the error of what these take.
     """
 
     found: list[tuple[int, float, float]]
     choices: str | None = None
+    chosen: float = 0.0
 
     @property
     def error(self) -> float:
         """The largest error."""
-        return max((error for _, error, _ in self.found), default=0.0)
+        return max((self.chosen, *(error for _, error, _ in self.found)))
 
     @property
     def passed(self) -> bool:
@@ -127,17 +131,18 @@ class Following:
         return self._against(outputs, choices, draw)
 
     def own_error(self, run: Run, draw: Draw) -> float:
-        """The original's own largest error, however it is called; infinite where that is no rounding."""
+        """The original's own largest error, however it is called; infinite where it cannot be followed."""
         found = self.followed(run, draw) if self._applies else None
-        return max(found.errors, default=0.0) if found is not None and found.is_rounded else math.inf
+        return math.inf if found is None else found.error
 
     def own(self, lane: Lane, draw: Draw) -> Followed | None:
-        """Eager in a lane; None where its own choices are no rounding of a score."""
+        """Eager in a lane; None where its own choices are over the lane's largest error."""
         if (lane, draw.name) not in self._own:
             eager = self._original.eager(lane)
             outputs, choices = seen_in(lambda: self._original.steps(eager, draw), with_rows=True)
             found = self._against(outputs, choices, draw)
-            self._own[lane, draw.name] = found if found is not None and found.is_rounded else None
+            is_right = found is not None and max(found.chosen.values()) <= lane.limits.largest
+            self._own[lane, draw.name] = found if is_right else None
         return self._own[lane, draw.name]
 
     def _against(self, outputs: Steps, choices: Sequence[Choice], draw: Draw) -> Followed | None:
@@ -163,8 +168,8 @@ class Following:
         rows = []
         for output, error in enumerate(found.errors):
             by_eager = max(statistics.median_low([e.errors[output] for e in usual]), mine.errors[output])
-            rows.append((output, error, min(lane.limits.allowed(by_eager), lane.limits.largest)))
-        return Judged(rows, self._told(found, mine, draw))
+            rows.append((output, error, _limit(lane, by_eager)))
+        return Judged(rows, self._told(found, mine, draw), max(found.chosen.values()))
 
     def _chooser(self, follow: Follow) -> Chooser | None:
         found = [chooser for chooser in self._choosers if chooser.key == follow.key]

@@ -66,10 +66,10 @@ class OwnErrors(Original):
         self._called: dict[str, list[float]] = {}
         self._unlimited: dict[tuple[Lane, str], list[float]] = {}
         self._jumps: dict[tuple[Lane, str, bool], tuple[int, list[float]]] = {}
-        self._in_a_row = CALLS_IN_A_ROW if captured.lifted else 1
-        self._inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
-        self.draws = self._accepted(plain_draws(self._inputs, draws, seed, in_a_row=self._in_a_row))
-        self._range_draws = range_draws(self._inputs, in_a_row=self._in_a_row)
+        self.in_a_row = CALLS_IN_A_ROW if captured.lifted else 1
+        self.inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
+        self.draws = self._accepted(plain_draws(self.inputs, draws, seed, in_a_row=self.in_a_row))
+        self.all_range_draws = range_draws(self.inputs, in_a_row=self.in_a_row)
 
     def _accepted(self, draws: Sequence[Draw]) -> list[Draw]:
         """The draws that the original can be called with: offsets or indices may not be drawn at random."""
@@ -149,7 +149,7 @@ class OwnErrors(Original):
 
     def range_draws(self, lane: Lane) -> Iterator[Draw]:
         """The draws outside of the examples' range on which eager, in the lane, does not fail."""
-        for draw in self._range_draws:
+        for draw in self.all_range_draws:
             try:
                 self.own_errors(lane, draw)
             except Exception:  # the model does not take such inputs

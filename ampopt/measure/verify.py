@@ -55,7 +55,7 @@ class Verifier(OwnErrors):
         super().__init__(model, captured, tolerance=tolerance, draws=draws, seed=seed)
         most = math.inf if metric is not None else tolerance or 0.0  # a metric alone knows what is right
         self.fault_check = FaultCheck(self, faults, most)
-        in_a_row, inputs = self._in_a_row, self._inputs
+        in_a_row, inputs = self.in_a_row, self.inputs
         smallest = not divides_towards_zero(captured.program)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row, with_smallest=smallest)
         crash = why_nan_may_crash(captured.program)
@@ -82,7 +82,7 @@ class Verifier(OwnErrors):
 
         The references, eager, whose calls take `call_s`, and the program run on each draw.
         """
-        draws = [*self._range_draws, *self._faults_elsewhere]
+        draws = [*self.all_range_draws, *self._faults_elsewhere]
         return sum(self.exact_s + 2 * call_s * len(draw.calls) for draw in draws)
 
     def check(self, run: Run, lane: Lane, *, everywhere: bool = False, static: bool = False) -> Check:
@@ -144,7 +144,8 @@ class Verifier(OwnErrors):
                 return Check(error, limit, f"output {output}{place}: {told}")
             if error >= worst.error:
                 worst = Check(error, limit, None)
-        return dataclasses.replace(worst, choices=judged.choices)
+        error = max(worst.error, judged.chosen)
+        return dataclasses.replace(worst, error=error, choices=judged.choices)
 
     def judged(self, run: Run, lane: Lane, draw: Draw) -> Judged:
         """The outputs that count on a draw, each with its error and the largest that it may have.
