@@ -140,7 +140,7 @@ def test_far_outside_another_order_of_sums_may_change_as_much_as_rounding_them_d
     check = verifier.check(moved, FP32, everywhere=True)
     assert check.passed == passes
     assert passes or "with constant inputs: error" in str(check.reason)
-    (constant,) = [draw for draw in verifier._range_draws if draw.name == "constant inputs"]
+    (constant,) = [draw for draw in verifier.all_range_draws if draw.name == "constant inputs"]
     assert FP32.limits.allowed(verifier.largest_jump(FP32, constant, 0)) < 80 * off
     within = verifier.largest_jump(FP32, constant, 0, within=True)
     assert (80 * off <= FP32.limits.allowed(within)) == passes
