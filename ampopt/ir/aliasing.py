@@ -76,8 +76,8 @@ def _writes(node: fx.Node) -> bool:
     )
 
 
-def never_written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose memory no call of the graph writes to, under any alias."""
+def families(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """For each node those that may share memory with it, itself included: one set for all of them."""
     family = {node: {node} for node in graph.nodes}
     for node in graph.nodes:
         for source in aliased_by(node):
@@ -85,6 +85,12 @@ def never_written(graph: fx.Graph) -> set[fx.Node]:
                 family[source] |= family[node]
                 for member in family[node]:
                     family[member] = family[source]
+    return family
+
+
+def never_written(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose memory no call of the graph writes to, under any alias."""
+    family = families(graph)
     written = {id(family[target]) for node in graph.nodes for target in written_by(node)}
     return {node for node in graph.nodes if id(family[node]) not in written}
 

@@ -39,6 +39,7 @@ from ampopt.ir.place_in_code import place_in_code
 from ampopt.ir.program import Border, Program
 from ampopt.ir.scripted import export_script, scripted_submodules, with_frozen_scripts
 from ampopt.ir.settings import plain_world
+from ampopt.ir.settled_assertions import settle_assertions
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
 from ampopt.ir.unknown_containers import unknown_container
 from ampopt.system.lack import lack
@@ -161,6 +162,7 @@ def _capture(
             state = behaviour.state
             result = working_copy(model if state is None else state.model)(*positional, **named)
             exported = _export(working_copy(model), positional, named, state)
+            settle_assertions(exported)
             _check_assertions(kind, exported)
             _check_effects(kind, exported)
     except CaptureError:
