@@ -14,6 +14,7 @@ from ampopt.engines.executable import executable
 from ampopt.errors import VerificationError
 from ampopt.ir import numerics
 from ampopt.ir.capture import Captured
+from ampopt.ir.choices import makes_choices
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
 from ampopt.measure.draws import Draw
@@ -100,8 +101,18 @@ def pass_test(program: Program, test: SelfTest) -> None:
             raise VerificationError(
                 f"a bundle of this model would not load, and was not written: on inputs of {_shapes(test)}, "
                 f"output {name!r} of its program has an error of {error:.2g} against the model in float64, "
-                f"over {test.tolerance:.2g}; optimize with a larger {argument('tolerance=')} to accept that"
+                f"over {test.tolerance:.2g}; {_advice(program)}"
             )
+
+
+def _advice(program: Program) -> str:
+    """What to do about a program that does not pass."""
+    if program.lane.is_mixed and makes_choices(program.graph):
+        return (
+            f"the model takes the places of the largest values, which in {program.lane.name} are others, and "
+            f"a self-test holds one result: {argument('precision', FP32.name)} makes what can be saved"
+        )
+    return f"optimize with a larger {argument('tolerance=')} to accept that"
 
 
 def _shapes(test: SelfTest) -> str:
