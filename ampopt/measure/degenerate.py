@@ -9,6 +9,7 @@ shrink from layer to layer.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -64,6 +65,7 @@ def notes_on(verifier: Verifier) -> list[str]:
         "that tensor, as of the next frame into one buffer, does not change it, as it does the original's"
         for place in verifier.kept_inputs or ()
     ]
+    suspects: dict[int, tuple[int, ...]] = {}
     for index in range(len(firsts[0]) - len(captured.state)):
         outputs = [first[index] for first in firsts]
         if not outputs[0].is_floating_point() or outputs[0].numel() == 0:
@@ -79,34 +81,66 @@ def notes_on(verifier: Verifier) -> list[str]:
             _largest([o]) <= VANISHING * max(_largest(inputs[0]), 1.0) for o in outputs
         )
         if is_same or is_nothing:
-            try:
-                calls = [inputs[place] for place in (pairs[0] if pairs else (0,))]
-                notes += _confirmed(captured.program, index, calls, verifier)
-            except Exception as error:  # an operator that knows no float64: nothing is certain
-                check_interrupted(error)
+            suspects[index] = pairs[0] if pairs else (0,)
+    if suspects:
+        try:
+            notes += _Suspects(captured.program, suspects, inputs, captured.initial_state).notes()
+        except Exception as error:  # an operator that knows no float64: nothing is certain
+            check_interrupted(error)
     return notes
 
 
-def _confirmed(program: Program, index: int, calls: list[Tensors], verifier: Verifier) -> list[str]:
-    """The note, by the values before a saturating operator at the output."""
-    module = copy_of(program.graph)
-    output = module.graph.output_node()
-    results: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
-    node = _before_saturation(results[index])
-    output.args = ((node,),)
-    before = program.replace(graph=finish(module), exit=(program.exit[index],))
-    full = [(*call, *verifier.captured.initial_state) for call in calls]
-    found = [exact_outputs(before, call)[0] for call in full]
-    if len(found) > 1 and (change := _change(*found)) <= VANISHING:
-        much = f"change it by {change:.0e} of its size" if change else "give the very same"
-        text = f"output {index} hardly depends on the input: two different inputs {much}"
-        return [f"{text}; errors in lower precision are measured against its size: {_ADVICE}"]
-    seen = observe(before, full[:1])
-    size, activations = _largest([found[0]]), max((each.largest for each in seen.values()), default=0.0)
-    if size <= VANISHING * activations:
-        text = f"output {index} vanishes: its largest value is {size:.0e}, after {activations:.0e} before it"
-        return [f"{text}, which lower precisions do not hold together: {_ADVICE}"]
-    return []
+class _Suspects:
+    """Outputs that may tell little, with the draws that show it, judged by the values before saturation."""
+
+    def __init__(
+        self,
+        program: Program,
+        draws: Mapping[int, tuple[int, ...]],
+        inputs: Sequence[Tensors],
+        state: Tensors,
+    ) -> None:
+        """`draws`: the places in `inputs` for each output."""
+        module = copy_of(program.graph)
+        output = module.graph.output_node()
+        results: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
+        nodes = {index: _before_saturation(results[index]) for index in draws}
+        output.args = (tuple(nodes.values()),)
+        exits = tuple(program.exit[index] for index in draws)
+        self._before = program.replace(graph=finish(module), exit=exits)
+        self._above = {index: {each.name for each in _reached(node)} for index, node in nodes.items()}
+        self._draws, self._inputs, self._state = draws, inputs, state
+
+    def notes(self) -> list[str]:
+        """What is confirmed."""
+        found = {
+            draw: self._exact(draw) for draw in sorted({d for pair in self._draws.values() for d in pair})
+        }
+        small = dict[int, float]()
+        told = dict[int, str]()
+        for index, pair in self._draws.items():
+            if len(pair) > 1 and (change := _change(*(found[draw][index] for draw in pair))) <= VANISHING:
+                much = f"change it by {change:.0e} of its size" if change else "give the very same"
+                text = f"output {index} hardly depends on the input: two different inputs {much}"
+                told[index] = f"{text}; errors in lower precision are measured against its size: {_ADVICE}"
+            else:
+                small[index] = _largest([found[pair[0]][index]])
+        first = {pair[0] for index, pair in self._draws.items() if index in small}
+        for draw in sorted(first):
+            seen = observe(self._before, [(*self._inputs[draw], *self._state)])
+            for index, size in small.items():
+                above = [each.largest for name, each in seen.items() if name in self._above[index]]
+                if self._draws[index][0] == draw and size <= VANISHING * max(above, default=0.0):
+                    text = f"output {index} vanishes: its largest value is {size:.0e}"
+                    told[index] = (
+                        f"{text}, after {max(above):.0e} before it, which lower precisions do not hold "
+                        f"together: {_ADVICE}"
+                    )
+        return [told[index] for index in sorted(told)]
+
+    def _exact(self, draw: int) -> dict[int, Tensor]:
+        outputs = exact_outputs(self._before, (*self._inputs[draw], *self._state))
+        return dict(zip(self._draws, outputs, strict=True))
 
 
 def _before_saturation(node: fx.Node) -> fx.Node:
@@ -129,14 +163,20 @@ def _only_moves(node: fx.Node) -> bool:
 def _inputs_of(program: Program, index: int) -> list[int]:
     """The places of the inputs that an output depends on."""
     results: tuple[fx.Node, ...] = program.graph.graph.output_node().args[0]  # type: ignore[assignment]
-    reached, todo = set[fx.Node](), [results[index]]
+    reached = _reached(results[index])
+    placeholders = program.graph.graph.find_nodes(op="placeholder")
+    return [place for place, node in enumerate(placeholders) if node in reached]
+
+
+def _reached(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is computed from."""
+    reached, todo = set[fx.Node](), [node]
     while todo:
         node = todo.pop()
         if node not in reached:
             reached.add(node)
             todo += node.all_input_nodes
-    placeholders = program.graph.graph.find_nodes(op="placeholder")
-    return [place for place, node in enumerate(placeholders) if node in reached]
+    return reached
 
 
 def _differ(a: Tensors, b: Tensors, read: list[int]) -> bool:

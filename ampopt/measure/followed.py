@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -119,31 +118,34 @@ class Following:
     def __init__(self, original: Original, usual: Sequence[Draw], errors: Errors) -> None:
         """`usual`: the example, and random inputs like it."""
         self._original, self._usual, self._errors = original, usual, errors
-        self._own: dict[tuple[Lane, str], Followed | None] = {}
+        self._eager: dict[tuple[Lane, str], Followed | None] = {}
         self._applies = makes_choices(original.captured.program.graph)
 
     def followed(self, run: Run, draw: Draw) -> Followed | None:
-        """The errors of a run; None where the original cannot make its choices."""
+        """The errors of a run; None where it makes no choices, or the original cannot make them."""
+        if not self._applies:
+            return None
         seen = run.by_operators if isinstance(run, HasOperators) else run
         outputs, choices = seen_in(lambda: self._original.steps(seen, draw))
         if seen is not run:
             outputs = self._original.steps(run, draw)
         return self._against(outputs, choices, draw)
 
-    def own_error(self, run: Run, draw: Draw) -> float:
-        """The original's own largest error, however it is called; infinite where it cannot be followed."""
-        found = self.followed(run, draw) if self._applies else None
-        return math.inf if found is None else found.error
+    def eager(self, lane: Lane, draw: Draw) -> Followed | None:
+        """Eager in a lane, with how far it rounds what it chooses from."""
+        if not self._applies:
+            return None
+        if (lane, draw.name) not in self._eager:
+            run = self._original.eager(lane)
+            outputs, choices = seen_in(lambda: self._original.steps(run, draw), with_rows=True)
+            self._eager[lane, draw.name] = self._against(outputs, choices, draw)
+        return self._eager[lane, draw.name]
 
     def own(self, lane: Lane, draw: Draw) -> Followed | None:
-        """Eager in a lane; None where its own choices are over the lane's largest error."""
-        if (lane, draw.name) not in self._own:
-            eager = self._original.eager(lane)
-            outputs, choices = seen_in(lambda: self._original.steps(eager, draw), with_rows=True)
-            found = self._against(outputs, choices, draw)
-            is_right = found is not None and max(found.chosen.values()) <= lane.limits.largest
-            self._own[lane, draw.name] = found if is_right else None
-        return self._own[lane, draw.name]
+        """As `eager`; None where its own choices are over the lane's largest error."""
+        found = self.eager(lane, draw)
+        is_right = found is not None and max(found.chosen.values()) <= lane.limits.largest
+        return found if is_right else None
 
     def _against(self, outputs: Steps, choices: Sequence[Choice], draw: Draw) -> Followed | None:
         mode = FollowedChoices(choices)

@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.numerics import finite_norm, relative_error, roundings_of_sums
 from ampopt.ir.signature import own_copies
 from ampopt.measure.draws import CALLS_IN_A_ROW, Draw, plain_draws, range_draws
-from ampopt.measure.followed import FOLLOWED_FROM, Following
+from ampopt.measure.followed import FOLLOWED_FROM, Followed, Following
 from ampopt.measure.original import Original, Run
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted
@@ -63,6 +63,7 @@ class OwnErrors(Original):
         self.tolerance = tolerance
         super().__init__(model, captured)
         self._own: dict[tuple[Lane, str], list[float]] = {}
+        self._told_errors: dict[Lane, float] = {}
         self._called: dict[str, list[float]] = {}
         self._unlimited: dict[tuple[Lane, str], list[float]] = {}
         self._jumps: dict[tuple[Lane, str, bool], tuple[int, list[float]]] = {}
@@ -86,13 +87,13 @@ class OwnErrors(Original):
 
     def own_error(self, lane: Lane) -> float:
         """Eager's largest error in the lane, over outputs and draws, as it is told: see `followed`."""
-        eager = self.eager(lane)
-        return max((self._told(self.own_errors(lane, each), eager, each) for each in self.draws), default=0.0)
-
-    def _told(self, errors: Sequence[float], run: Run, draw: Draw) -> float:
-        """The largest of the original's own errors, or that against the original with the same choices."""
-        found = max(errors, default=0.0)
-        return min(found, self.following.own_error(run, draw)) if found > FOLLOWED_FROM else found
+        if lane not in self._told_errors:
+            told = [
+                _told(self.own_errors(lane, each), functools.partial(self.following.eager, lane, each))
+                for each in self.draws
+            ]
+            self._told_errors[lane] = max(told, default=0.0)
+        return self._told_errors[lane]
 
     @functools.cached_property
     def following(self) -> Following:
@@ -113,9 +114,9 @@ class OwnErrors(Original):
         """The original's error as the process calls it, with its setting of TF32; None without TF32."""
         if not rounds_to_tf32(self.device):
             return None
-        return max(
-            (self._told(self._called_errors(draw), self.as_called, draw) for draw in self.draws), default=0.0
-        )
+        followed = functools.partial(self.following.followed, self.as_called)
+        told = [_told(self._called_errors(draw), functools.partial(followed, draw)) for draw in self.draws]
+        return max(told, default=0.0)
 
     def _called_errors(self, draw: Draw) -> list[float]:
         if draw.name not in self._called:
@@ -254,3 +255,10 @@ class OwnErrors(Original):
     def _usual_error(self, lane: Lane, draw: Draw, output: int) -> float:
         instead = self.yardstick(lane, draw, output)
         return self.own_errors(lane, draw)[output] if instead is None else instead
+
+
+def _told(errors: Sequence[float], followed: Callable[[], Followed | None]) -> float:
+    """The largest of the original's own errors, or that against the original with the same choices."""
+    worst = max(errors, default=0.0)
+    found = followed() if worst > FOLLOWED_FROM else None
+    return worst if found is None else min(worst, found.error)
