@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ampopt.ir.choice_roundings import Roundings
 from ampopt.ir.eager_mode import EagerMode
 from ampopt.ir.graph import arguments, aten, calls, gives_a_tensor, shape_of, where
 
@@ -118,11 +119,11 @@ class SeenChoices(EagerMode):
 class Follow:
     """A choice that was followed: the values that it took, and those of the choice that was made here.
 
-    `values` and `own` have the shape [..., chosen] and the dtype of the run. `rounding` is the largest
-    difference between both runs of a value that one of them has chosen; 0 where those of the other were not
-    kept. `is_valid`: places are in range, each of an order is there once, and of equal values the first is
-    taken where PyTorch says so. `number` is that of the choice among all of this run, `among` that among
-    those with the same key.
+    `values` and `own` have the shape [..., chosen] and the dtype of the run. `roundings` are the differences
+    between both runs of the values that one of them has chosen; None where those of the other were not kept.
+    `is_valid`: places are in range, each of an order is there once, and of equal values the first is taken
+    where PyTorch says so. `number` is that of the choice among all of this run, `among` that among those with
+    the same key.
     """
 
     number: int
@@ -130,7 +131,7 @@ class Follow:
     key: Key
     values: Tensor
     own: Tensor
-    rounding: float
+    roundings: Roundings | None
     places: Tensor
     own_places: Tensor
     is_valid: bool
@@ -143,7 +144,7 @@ class Follow:
     @property
     def others(self) -> int:
         """The number of places that are taken, and would not be here."""
-        mine, its = (each.sort(dim=-1).values for each in (self.own_places, self.places))
+        mine, its = (each.contiguous().sort(dim=-1).values for each in (self.own_places, self.places))
         at = torch.searchsorted(mine, its).clamp(max=mine.shape[-1] - 1)
         return int((mine.gather(-1, at) != its).sum())
 
@@ -187,33 +188,20 @@ class FollowedChoices(EagerMode):
         places = places if is_inside else own_places
         values, own = (call.rows.gather(-1, each) for each in (places, own_places))
         is_valid = is_inside and _is_proper(choice, call.rows, places, values, own)
+        theirs = None if choice.rows is None else choice.rows.to(call.rows.device)
         follow = Follow(
             number,
             among,
             call.key,
             values=values,
             own=own,
-            rounding=_rounding(choice, call.rows, (places, own_places)),
+            roundings=None if theirs is None else Roundings.of(theirs, call.rows, (places, own_places)),
             places=places,
             own_places=own_places.clone(),
             is_valid=is_valid,
         )
         self.follows.append(follow)
         return call.result(result, values, places)
-
-
-def _rounding(choice: Choice, rows: Tensor, taken: Sequence[Tensor]) -> float:
-    if choice.rows is None:
-        return 0.0
-    theirs = choice.rows.to(rows.device)
-    return max(distance(theirs.gather(-1, places), rows.gather(-1, places)) for places in taken)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors in float64; 0 where both have the same infinity, and for none."""
-    a, b = a.double(), b.double()
-    far = torch.where(a == b, 0.0, (a - b).abs())
-    return float(far.max()) if far.numel() else 0.0
 
 
 def _is_proper(choice: Choice, rows: Tensor, places: Tensor, values: Tensor, own: Tensor) -> bool:
@@ -239,14 +227,15 @@ class _Call:
 
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call | None:
-        """The call; None for other operators, for integers, and for a single value."""
+        """The call; None for other operators, for integers, for a single value, and where none is taken."""
         if (kind := _KINDS.get(func)) is None:
             return None
         given = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
         given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
         given |= kwargs
         values: Tensor = given["self"]
-        if not values.is_floating_point() or not values.dim() or not values.numel():
+        is_none = not values.numel() or given.get("k") == 0
+        if not values.is_floating_point() or not values.dim() or is_none:
             return None
         dim = given["dim"]
         rows = values.reshape(-1) if dim is None else values.movedim(dim, -1)

@@ -9,7 +9,8 @@ float64 again and makes them, too. A program passes if its outputs are near thos
 original that makes eager's choices, and if every choice is as good as that of float64:
 
 - each value that it takes is near the one of that rank in float64: not farther than two values can come to
-  lie when each is rounded by `Limits.multiple` of the most that eager's were in the lane;
+  lie when each is rounded by `Limits.multiple` of the most that eager's were in the lane: those of values
+  that are comparable, see `ir.choice_roundings`;
 - the error of all that it takes is within the limit of an output, and counts as that of one;
 - no place is taken twice, and of equal values the first, where PyTorch says so.
 
@@ -26,14 +27,15 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
+from ampopt.ir.choice_roundings import differences, distance
 from ampopt.ir.choices import (
     Choice,
     Chooser,
     Follow,
     FollowedChoices,
-    distance,
     makes_choices,
     seen_in,
 )
@@ -66,8 +68,9 @@ class Followed:
 
     @functools.cached_property
     def chosen(self) -> dict[int, float]:
-        """The error of the values that each choice takes, by its number."""
-        return {follow.number: relative_error(*follow.pairs) for follow in self.follows}
+        """The error of the values that each choice takes, by its number; infinite for NaN."""
+        errors = {follow.number: relative_error(*follow.pairs) for follow in self.follows}
+        return {number: error if error == error else math.inf for number, error in errors.items()}
 
     @property
     def error(self) -> float:
@@ -76,14 +79,22 @@ class Followed:
 
     def is_as_good(self, lane: Lane, own: Followed) -> bool:
         """Whether each choice is as good as float64's, within what eager's own in the lane allows."""
-        roundings = {follow.number: follow.rounding for follow in own.follows}
-        most = 2 * lane.limits.multiple
+        owns = {(follow.number, follow.key): follow for follow in own.follows}
         return all(
-            follow.number in roundings
-            and distance(*follow.pairs) <= most * roundings[follow.number]
+            (mine := owns.get((follow.number, follow.key))) is not None
+            and _is_near(follow, mine, 2 * lane.limits.multiple)
             and self.chosen[follow.number] <= _limit(lane, own.chosen[follow.number])
             for follow in self.follows
         )
+
+
+def _is_near(follow: Follow, own: Follow, most: float) -> bool:
+    """Whether each value that is taken is near that of its rank, for what eager's own are rounded by."""
+    if own.roundings is None or not math.isfinite(own.roundings.largest):
+        return False
+    a, b = follow.pairs
+    rounded = own.roundings.of_values(torch.maximum(a.abs(), b.abs()).double())
+    return bool((differences(a, b) <= most * rounded).all())
 
 
 def _limit(lane: Lane, own: float) -> float:
@@ -123,16 +134,21 @@ class Following:
         self._applies = makes_choices(original.captured.program.graph)
 
     def followed(self, run: Run, draw: Draw) -> Followed | None:
-        """The errors of a run; None where the original cannot make its choices."""
+        """The errors of a run; None where the original cannot make its choices.
+
+        Its outputs are those of a call that nothing watches: compiled code may be another in a mode.
+        """
         seen = run.by_operators if isinstance(run, HasOperators) else run
-        outputs, choices = seen_in(lambda: self._original.steps(seen, draw))
-        if seen is not run:
-            outputs = self._original.steps(run, draw)
-        return self._against(outputs, choices, draw)
+        _, choices = seen_in(lambda: self._original.steps(seen, draw))
+        return self._against(self._original.steps(run, draw), choices, draw) if choices else None
 
     def own_error(self, run: Run, draw: Draw) -> float:
         """The original's own largest error, however it is called; infinite where it cannot be followed."""
-        found = self.followed(run, draw) if self._applies else None
+        try:
+            found = self.followed(run, draw) if self._applies else None
+        except Exception as failed:  # places that the original cannot compute with
+            check_interrupted(failed)
+            return math.inf
         return math.inf if found is None else found.error
 
     def own(self, lane: Lane, draw: Draw) -> Followed | None:
@@ -146,9 +162,11 @@ class Following:
         return self._own[lane, draw.name]
 
     def _against(self, outputs: Steps, choices: Sequence[Choice], draw: Draw) -> Followed | None:
+        if not choices:
+            return None
         mode = FollowedChoices(choices)
         reference = self._original.reference_within(draw, mode)
-        if not choices or not mode.is_done or not all(follow.is_valid for follow in mode.follows):
+        if not mode.is_done or not all(follow.is_valid for follow in mode.follows):
             return None
         return Followed(self._errors(outputs, reference, draw), mode.follows)
 
@@ -173,7 +191,7 @@ class Following:
 
     def _chooser(self, follow: Follow) -> Chooser | None:
         found = [chooser for chooser in self._choosers if chooser.key == follow.key]
-        return found[follow.among] if follow.among < len(found) else None
+        return found[follow.among % len(found)] if found else None  # a draw may have several calls
 
     @functools.cached_property
     def _choosers(self) -> list[Chooser]:
@@ -188,7 +206,8 @@ class Following:
         ] or pairs
         most, chooser = max(pairs, key=lambda pair: pair[0].moved)
         place = chooser.where if chooser is not None else most.key[0]
-        rounding = next(each.rounding for each in own.follows if each.number == most.number)
+        roundings = next(each.roundings for each in own.follows if each.number == most.number)
+        rounding = roundings.largest if roundings is not None else 0.0
         others, count = most.others, most.places.numel()
         what = (
             f"takes {others} other ones of {count} places" if others else f"orders {count} places otherwise"

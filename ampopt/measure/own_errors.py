@@ -92,7 +92,14 @@ class OwnErrors(Original):
     def _told(self, errors: Sequence[float], run: Run, draw: Draw) -> float:
         """The largest of the original's own errors, or that against the original with the same choices."""
         found = max(errors, default=0.0)
-        return min(found, self.following.own_error(run, draw)) if found > FOLLOWED_FROM else found
+        if not self.follows or found <= FOLLOWED_FROM:
+            return found
+        return min(found, self.following.own_error(run, draw))
+
+    @property
+    def follows(self) -> bool:
+        """Whether the choices of others count as right: a user's tolerance is about the original's."""
+        return self.tolerance is None
 
     @functools.cached_property
     def following(self) -> Following:
