@@ -67,12 +67,14 @@ class Chooser:
             is_read = gives_a_tensor(node) or any(
                 each.args[1] == 1 for each in node.users if each.target is operator.getitem
             )
-            found.append(cls(_key(_KINDS[node.target], shape_of(given["self"]), given), where(node), is_read))
+            found.append(cls(_key(node.target, shape_of(given["self"]), given), where(node), is_read))
         return found
 
 
-def _key(kind: str, shape: Sequence[int], given: Mapping[str, Any]) -> Key:
-    dim = given["dim"]
+def _key(target: Any, shape: Sequence[int], given: Mapping[str, Any]) -> Key:
+    kind, dim = _KINDS[target], given["dim"]
+    if kind == "stable sort" and not given["stable"]:
+        kind = "sort"
     dim = None if dim is None else dim % max(len(shape), 1)
     return kind, tuple(shape), dim, *(given.get(name) for name in _ASKED)
 
@@ -98,7 +100,8 @@ class Choice:
 class SeenChoices(EagerMode):
     """A mode that writes down the choices of what runs in it, in their order: `seen`.
 
-    `with_rows`: with the values that they were made from. Operators within compiled code are not seen.
+    `with_rows`: with the values that they were made from. Of compiled code what it calls is seen, as
+    PyTorch's own `topk`, and what it computes itself is not.
     """
 
     def __init__(self, *, with_rows: bool = False) -> None:
@@ -228,7 +231,7 @@ class _Call:
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call | None:
         """The call; None for other operators, for integers, for a single value, and where none is taken."""
-        if (kind := _KINDS.get(func)) is None:
+        if func not in _KINDS:
             return None
         given = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
         given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
@@ -239,8 +242,8 @@ class _Call:
             return None
         dim = given["dim"]
         rows = values.reshape(-1) if dim is None else values.movedim(dim, -1)
-        key = _key(kind, values.shape, given)
-        return cls(key, rows, key[2], kind in _ORDERS or bool(given.get("keepdim")))
+        key = _key(func, values.shape, given)
+        return cls(key, rows, key[2], key[0] in _ORDERS or bool(given.get("keepdim")))
 
     def places(self, result: Any) -> Tensor:
         """The places in a result, with the dimension last."""

@@ -175,12 +175,14 @@ class Following:
         if not self._applies:
             return None
         try:
+            found = self.followed(run, draw)
+            if found is None or not found.is_other:
+                return None
             owns = [own for each in (*self._usual, draw) if (own := self.own(lane, each)) is not None]
-            found = self.followed(run, draw) if len(owns) > len(self._usual) else None
         except Exception as failed:  # places that the original cannot compute with
             check_interrupted(failed)
             return None
-        if found is None or not found.is_other or not found.is_as_good(lane, owns[-1]):
+        if len(owns) <= len(self._usual) or not found.is_as_good(lane, owns[-1]):
             return None
         *usual, mine = owns
         rows = []
