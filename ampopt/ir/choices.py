@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ampopt.ir.choice_roundings import Roundings
 from ampopt.ir.eager_mode import EagerMode
 from ampopt.ir.graph import arguments, aten, calls, gives_a_tensor, shape_of, where
+from ampopt.ir.numerics import relative_error
 
 _KINDS: Mapping[Any, str] = {
     aten.topk.default: "topk",
@@ -66,12 +68,14 @@ class Chooser:
             is_read = gives_a_tensor(node) or any(
                 each.args[1] == 1 for each in node.users if each.target is operator.getitem
             )
-            found.append(cls(_key(_KINDS[node.target], shape_of(given["self"]), given), where(node), is_read))
+            found.append(cls(_key(node.target, shape_of(given["self"]), given), where(node), is_read))
         return found
 
 
-def _key(kind: str, shape: Sequence[int], given: Mapping[str, Any]) -> Key:
-    dim = given["dim"]
+def _key(target: Any, shape: Sequence[int], given: Mapping[str, Any]) -> Key:
+    kind, dim = _KINDS[target], given["dim"]
+    if kind == "stable sort" and not given["stable"]:
+        kind = "sort"
     dim = None if dim is None else dim % max(len(shape), 1)
     return kind, tuple(shape), dim, *(given.get(name) for name in _ASKED)
 
@@ -97,7 +101,8 @@ class Choice:
 class SeenChoices(EagerMode):
     """A mode that writes down the choices of what runs in it, in their order: `seen`.
 
-    `with_rows`: with the values that they were made from. Operators within compiled code are not seen.
+    `with_rows`: with the values that they were made from. Of compiled code what it calls is seen, as
+    PyTorch's own `topk`, and what it computes itself is not.
     """
 
     def __init__(self, *, with_rows: bool = False) -> None:
@@ -118,11 +123,11 @@ class SeenChoices(EagerMode):
 class Follow:
     """A choice that was followed: the values that it took, and those of the choice that was made here.
 
-    `values` and `own` have the shape [..., chosen] and the dtype of the run. `rounding` is the largest
-    difference between both runs of a value that one of them has chosen; 0 where those of the other were not
-    kept. `is_valid`: places are in range, each of an order is there once, and of equal values the first is
-    taken where PyTorch says so. `number` is that of the choice among all of this run, `among` that among
-    those with the same key.
+    `values` and `own` have the shape [..., chosen] and the dtype of the run. `roundings` are the differences
+    between both runs of the values that one of them has chosen, and `theirs` those that the other has taken;
+    None where the other's were not kept. `is_valid`: places are in range, each of an order is there once, and
+    of equal values the first is taken where PyTorch says so. `number` is that of the choice among all of this
+    run, `among` that among those with the same key.
     """
 
     number: int
@@ -130,7 +135,8 @@ class Follow:
     key: Key
     values: Tensor
     own: Tensor
-    rounding: float
+    roundings: Roundings | None
+    theirs: Tensor | None
     places: Tensor
     own_places: Tensor
     is_valid: bool
@@ -143,16 +149,24 @@ class Follow:
     @property
     def others(self) -> int:
         """The number of places that are taken, and would not be here."""
-        mine, its = (each.sort(dim=-1).values for each in (self.own_places, self.places))
+        mine, its = (each.contiguous().sort(dim=-1).values for each in (self.own_places, self.places))
         at = torch.searchsorted(mine, its).clamp(max=mine.shape[-1] - 1)
         return int((mine.gather(-1, at) != its).sum())
 
     @property
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Its values and those of the choice here, each beside that of the same rank."""
-        if self.key[0] != "topk" or self.key[5]:
-            return self.values, self.own
-        return self.values.sort(dim=-1).values, self.own.sort(dim=-1).values
+        return self._ranked(self.values), self._ranked(self.own)
+
+    @property
+    def error(self) -> float:
+        """The larger relative error of what was taken: of the values here, and of those the other saw."""
+        seen = [self.values, *([] if self.theirs is None else [self.theirs])]
+        return max(relative_error(self._ranked(each), self._ranked(self.own)) for each in seen)
+
+    def _ranked(self, values: Tensor) -> Tensor:
+        is_in_order = self.key[0] != "topk" or self.key[5]
+        return values if is_in_order else values.sort(dim=-1).values
 
 
 class FollowedChoices(EagerMode):
@@ -187,33 +201,21 @@ class FollowedChoices(EagerMode):
         places = places if is_inside else own_places
         values, own = (call.rows.gather(-1, each) for each in (places, own_places))
         is_valid = is_inside and _is_proper(choice, call.rows, places, values, own)
+        rows = None if choice.rows is None else choice.rows.to(call.rows.device)
         follow = Follow(
             number,
             among,
             call.key,
             values=values,
             own=own,
-            rounding=_rounding(choice, call.rows, (places, own_places)),
+            roundings=None if rows is None else Roundings.of(rows, call.rows, (places, own_places)),
+            theirs=None if rows is None else rows.gather(-1, places),
             places=places,
             own_places=own_places.clone(),
             is_valid=is_valid,
         )
         self.follows.append(follow)
         return call.result(result, values, places)
-
-
-def _rounding(choice: Choice, rows: Tensor, taken: Sequence[Tensor]) -> float:
-    if choice.rows is None:
-        return 0.0
-    theirs = choice.rows.to(rows.device)
-    return max(distance(theirs.gather(-1, places), rows.gather(-1, places)) for places in taken)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors in float64; 0 where both have the same infinity, and for none."""
-    a, b = a.double(), b.double()
-    far = torch.where(a == b, 0.0, (a - b).abs())
-    return float(far.max()) if far.numel() else 0.0
 
 
 def _is_proper(choice: Choice, rows: Tensor, places: Tensor, values: Tensor, own: Tensor) -> bool:
@@ -239,19 +241,20 @@ class _Call:
 
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call | None:
-        """The call; None for other operators, for integers, and for a single value."""
-        if (kind := _KINDS.get(func)) is None:
+        """The call; None for other operators, for integers, for a single value, and where none is taken."""
+        if func not in _KINDS:
             return None
         given = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
         given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
         given |= kwargs
         values: Tensor = given["self"]
-        if not values.is_floating_point() or not values.dim() or not values.numel():
+        is_none = not values.numel() or given.get("k") == 0
+        if not values.is_floating_point() or not values.dim() or is_none:
             return None
         dim = given["dim"]
         rows = values.reshape(-1) if dim is None else values.movedim(dim, -1)
-        key = _key(kind, values.shape, given)
-        return cls(key, rows, key[2], kind in _ORDERS or bool(given.get("keepdim")))
+        key = _key(func, values.shape, given)
+        return cls(key, rows, key[2], key[0] in _ORDERS or bool(given.get("keepdim")))
 
     def places(self, result: Any) -> Tensor:
         """The places in a result, with the dimension last."""

@@ -9,30 +9,33 @@ float64 again and makes them, too. A program passes if its outputs are near thos
 original that makes eager's choices, and if every choice is as good as that of float64:
 
 - each value that it takes is near the one of that rank in float64: not farther than two values can come to
-  lie when each is rounded by `Limits.multiple` of the most that eager's were in the lane;
+  lie when each is rounded by `Limits.multiple` of the most that eager's were in the lane: those of values
+  that are comparable, see `ir.choice_roundings`;
 - the error of all that it takes is within the limit of an output, and counts as that of one;
 - no place is taken twice, and of equal values the first, where PyTorch says so.
 
-Correct because: the original with other places is the original for scores that differ by no more than the
-lane's rounding of them. What is computed otherwise from the same places is as far from it as ever, and so is
-a program whose choices cannot be seen, or are not those of the run that is judged.
+Correct because: the original with other places is the original for scores that differ by no more than
+`Limits.multiple` times the lane's rounding of them. What is computed otherwise from the same places is as far
+from it as ever, and so is a program whose choices cannot be seen, or are not those of the run that is judged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
+from ampopt.ir.choice_roundings import differences, distance
 from ampopt.ir.choices import (
     Choice,
     Chooser,
     Follow,
     FollowedChoices,
-    distance,
     makes_choices,
     seen_in,
 )
@@ -65,24 +68,34 @@ class Followed:
 
     @functools.cached_property
     def chosen(self) -> dict[int, float]:
-        """The error of the values that each choice takes, by its number."""
-        return {follow.number: relative_error(*follow.pairs) for follow in self.follows}
+        """The error of the values that each choice takes, by its number; infinite for NaN."""
+        errors = {follow.number: relative_error(*follow.pairs) for follow in self.follows}
+        return {number: error if error == error else math.inf for number, error in errors.items()}
 
     @property
     def error(self) -> float:
         """The largest error, of an output or of what is chosen."""
         return max((*self.errors, *self.chosen.values()), default=0.0)
 
-    def is_as_good(self, lane: Lane, own: Followed) -> bool:
-        """Whether each choice is as good as float64's, within what eager's own in the lane allows."""
-        roundings = {follow.number: follow.rounding for follow in own.follows}
+    def is_as_good(self, lane: Lane, owns: Sequence[Followed]) -> bool:
+        """Whether each choice is as good as float64's, within what one of eager's own in the lane allows."""
+        by_number = [{(follow.number, follow.key): follow for follow in own.follows} for own in owns]
         most = 2 * lane.limits.multiple
-        return all(
-            follow.number in roundings
-            and distance(*follow.pairs) <= most * roundings[follow.number]
-            and self.chosen[follow.number] <= _limit(lane, own.chosen[follow.number])
-            for follow in self.follows
-        )
+        for follow in self.follows:
+            own = [found for each in by_number if (found := each.get((follow.number, follow.key)))]
+            limit = max((_limit(lane, each.error) for each in own), default=-math.inf)
+            if not self.chosen[follow.number] <= limit or not any(_is_near(follow, o, most) for o in own):
+                return False
+        return True
+
+
+def _is_near(follow: Follow, own: Follow, most: float) -> bool:
+    """Whether each value that is taken is near that of its rank, for what eager's own are rounded by."""
+    if own.roundings is None or not math.isfinite(own.roundings.largest):
+        return False
+    a, b = follow.pairs
+    rounded = own.roundings.of_values(torch.maximum(a.abs(), b.abs()).double())
+    return bool((differences(a, b) <= most * rounded).all())
 
 
 def _limit(lane: Lane, own: float) -> float:
@@ -122,14 +135,15 @@ class Following:
         self._applies = makes_choices(original.captured.program.graph)
 
     def followed(self, run: Run, draw: Draw) -> Followed | None:
-        """The errors of a run; None where it makes no choices, or the original cannot make them."""
+        """The errors of a run; None where it makes no choices, or the original cannot make them.
+
+        Its outputs are those of a call that nothing watches: compiled code may be another in a mode.
+        """
         if not self._applies:
             return None
         seen = run.by_operators if isinstance(run, HasOperators) else run
-        outputs, choices = seen_in(lambda: self._original.steps(seen, draw))
-        if seen is not run:
-            outputs = self._original.steps(run, draw)
-        return self._against(outputs, choices, draw)
+        _, choices = seen_in(lambda: self._original.steps(seen, draw))
+        return self._against(self._original.steps(run, draw), choices, draw) if choices else None
 
     def eager(self, lane: Lane, draw: Draw) -> Followed | None:
         """Eager in a lane, with how far it rounds what it chooses from."""
@@ -148,25 +162,29 @@ class Following:
         return found if is_right else None
 
     def _against(self, outputs: Steps, choices: Sequence[Choice], draw: Draw) -> Followed | None:
+        if not choices:
+            return None
         mode = FollowedChoices(choices)
-        reference = self._original.reference_within(draw, mode)
-        if not choices or not mode.is_done or not all(follow.is_valid for follow in mode.follows):
+        try:
+            reference = self._original.reference_within(draw, mode)
+        except Exception as error:  # places that the original cannot compute with
+            check_interrupted(error)
+            return None
+        if not mode.is_done or not all(follow.is_valid for follow in mode.follows):
             return None
         return Followed(self._errors(outputs, reference, draw), mode.follows)
 
     def judged(self, run: Run, lane: Lane, draw: Draw) -> Judged | None:
         """The outputs of a program of the lane; None where its choices are not other ones, or not as good."""
-        if not self._applies:
+        found = self.followed(run, draw)
+        if found is None or not found.is_other:
             return None
-        try:
-            owns = [own for each in (*self._usual, draw) if (own := self.own(lane, each)) is not None]
-            found = self.followed(run, draw) if len(owns) > len(self._usual) else None
-        except Exception as failed:  # places that the original cannot compute with
-            check_interrupted(failed)
-            return None
-        if found is None or not found.is_other or not found.is_as_good(lane, owns[-1]):
+        owns = [own for each in (*self._usual, draw) if (own := self.own(lane, each)) is not None]
+        if len(owns) <= len(self._usual):
             return None
         *usual, mine = owns
+        if not found.is_as_good(lane, usual if draw in self._usual else [mine]):
+            return None
         rows = []
         for output, error in enumerate(found.errors):
             by_eager = max(statistics.median_low([e.errors[output] for e in usual]), mine.errors[output])
@@ -175,7 +193,7 @@ class Following:
 
     def _chooser(self, follow: Follow) -> Chooser | None:
         found = [chooser for chooser in self._choosers if chooser.key == follow.key]
-        return found[follow.among] if follow.among < len(found) else None
+        return found[follow.among % len(found)] if found else None  # a draw may have several calls
 
     @functools.cached_property
     def _choosers(self) -> list[Chooser]:
@@ -190,7 +208,8 @@ class Following:
         ] or pairs
         most, chooser = max(pairs, key=lambda pair: pair[0].moved)
         place = chooser.where if chooser is not None else most.key[0]
-        rounding = next(each.rounding for each in own.follows if each.number == most.number)
+        roundings = next(each.roundings for each in own.follows if each.number == most.number)
+        rounding = roundings.largest if roundings is not None else 0.0
         others, count = most.others, most.places.numel()
         what = (
             f"takes {others} other ones of {count} places" if others else f"orders {count} places otherwise"

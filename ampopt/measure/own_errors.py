@@ -89,11 +89,22 @@ class OwnErrors(Original):
         """Eager's largest error in the lane, over outputs and draws, as it is told: see `followed`."""
         if lane not in self._told_errors:
             told = [
-                _told(self.own_errors(lane, each), functools.partial(self.following.eager, lane, each))
+                self._told(self.own_errors(lane, each), functools.partial(self.following.eager, lane, each))
                 for each in self.draws
             ]
             self._told_errors[lane] = max(told, default=0.0)
         return self._told_errors[lane]
+
+    def _told(self, errors: Sequence[float], followed: Callable[[], Followed | None]) -> float:
+        """The largest of the original's own errors, or that against the original with the same choices."""
+        worst = max(errors, default=0.0)
+        found = followed() if self.follows and worst > FOLLOWED_FROM else None
+        return worst if found is None else min(worst, found.error)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the choices of others count as right: a user's tolerance is about the original's."""
+        return self.tolerance is None
 
     @functools.cached_property
     def following(self) -> Following:
@@ -115,7 +126,9 @@ class OwnErrors(Original):
         if not rounds_to_tf32(self.device):
             return None
         followed = functools.partial(self.following.followed, self.as_called)
-        told = [_told(self._called_errors(draw), functools.partial(followed, draw)) for draw in self.draws]
+        told = [
+            self._told(self._called_errors(draw), functools.partial(followed, draw)) for draw in self.draws
+        ]
         return max(told, default=0.0)
 
     def _called_errors(self, draw: Draw) -> list[float]:
@@ -255,10 +268,3 @@ class OwnErrors(Original):
     def _usual_error(self, lane: Lane, draw: Draw, output: int) -> float:
         instead = self.yardstick(lane, draw, output)
         return self.own_errors(lane, draw)[output] if instead is None else instead
-
-
-def _told(errors: Sequence[float], followed: Callable[[], Followed | None]) -> float:
-    """The largest of the original's own errors, or that against the original with the same choices."""
-    worst = max(errors, default=0.0)
-    found = followed() if worst > FOLLOWED_FROM else None
-    return worst if found is None else min(worst, found.error)

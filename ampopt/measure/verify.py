@@ -66,6 +66,11 @@ class Verifier(OwnErrors):
         if metric is not None:
             self._try_metric()
 
+    @property
+    def follows(self) -> bool:
+        """As `OwnErrors.follows`; a user's metric is about the original's choices, too."""
+        return super().follows and self.metric is None
+
     def _try_metric(self) -> None:
         """Raise InputError where the user's metric cannot compare the original's own outputs."""
         run = self.eager(FP32)
@@ -150,8 +155,8 @@ class Verifier(OwnErrors):
     def judged(self, run: Run, lane: Lane, draw: Draw) -> Judged:
         """The outputs that count on a draw, each with its error and the largest that it may have.
 
-        Where they are far off, they are compared with the original that makes the run's own choices, too. A
-        user's tolerance or metric is about the original's.
+        Where they are far off, they are compared with the original that makes the run's own choices, too, if
+        that may be: see `follows`.
         """
         found = [
             (output, error, self.limit(lane, draw, output, error))
@@ -159,7 +164,7 @@ class Verifier(OwnErrors):
             if self.counts(lane, draw, output, error)
         ]
         plain = Judged(found)
-        if self.tolerance is not None or (plain.passed and plain.error <= FOLLOWED_FROM):
+        if not self.follows or (plain.passed and plain.error <= FOLLOWED_FROM):
             return plain
         followed = self.following.judged(run, lane, draw)
         return followed if followed is not None and (followed.passed or not plain.passed) else plain
