@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ampopt.engines.onnx_choices import OnnxChoices
 from ampopt.engines.onnx_engine import OnnxEngine
 from ampopt.engines.onnx_graph import dims_in
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.errors import first_line
+from ampopt.ir.choices import makes_choices
 from ampopt.ir.graph import calls, is_native, where
 from ampopt.ir.matrix_forms import why_not_answered
 from ampopt.ir.numerics import relative_error
@@ -128,6 +130,8 @@ class OnnxRuntime(Engine):
                 engine = tried[0] if tried is not None else engine
         chosen = {**options.to_dict(), **dataclasses.asdict(rewrites)}
         session = tuple((name, json.dumps(value)) for name, value in chosen.items())
+        if makes_choices(program.graph) and not program.sizes:
+            engine = engine.telling(OnnxChoices(program, entered, options))
         changed = program.replace(engine=engine, entry=entry)
         return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, session=session))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ampopt.ir.choices import Choice, SeenChoices
 from ampopt.ir.unmarked import array_of
 from ampopt.ort.session import Array, OnnxRunner
 
@@ -16,17 +18,27 @@ MOST_KNOWN = 8
 """Largest number of input addresses that are stored: the tensors of a loop use few."""
 
 
+TellsChoices = Callable[[Sequence[Tensor]], list[Choice]]
+
+
 class OnnxEngine:
     """A session as a function of CPU tensors, without copies: arrays and tensors share their memory."""
 
-    def __init__(self, runner: OnnxRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: OnnxRunner, choices: TellsChoices | None = None) -> None:
+        """`choices` tells who watches a call what the session chooses for inputs."""
+        self._runner, self._choices = runner, choices
         self.dtypes = tuple(torch.from_numpy(np.empty(0, info.dtype)).dtype for info in runner.outputs)
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Flat tensors in, which a program's entry has made contiguous, flat tensors out."""
+        if self._choices is not None and (watching := SeenChoices.watching()) is not None:
+            watching.add(functools.partial(self._choices, tensors))
         arrays = self._runner(*[array_of(tensor) for tensor in tensors])
         return tuple([torch.from_numpy(array) for array in arrays])
+
+    def telling(self, choices: TellsChoices) -> OnnxEngine:
+        """The same engine, whose choices are told so."""
+        return OnnxEngine(self._runner, choices)
 
     def quick(
         self, example: Tensor, otherwise: Callable[[Tensor], tuple[Tensor, ...]]

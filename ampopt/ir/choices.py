@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampopt.ir.choice_roundings import Roundings
 from ampopt.ir.eager_mode import EagerMode
-from ampopt.ir.graph import arguments, aten, calls, gives_a_tensor, shape_of, where
+from ampopt.ir.graph import arguments, aten, calls, dtype_of, gives_a_tensor, shape_of, where
 from ampopt.ir.numerics import relative_error
 
 _KINDS: Mapping[Any, str] = {
@@ -41,6 +43,8 @@ _FIRST_OF_EQUAL = {"stable sort", "max", "min"}
 
 _ASKED = ("k", "largest", "sorted", "descending")
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Key = tuple[Any, ...]
 """What an operator is asked that tells places: its kind, the shape, the dimension, the number, the order."""
@@ -58,18 +62,38 @@ class Chooser:
     key: Key
     where: str
     is_read: bool
+    places: str
+    """The name of the node that has its places; empty where none has."""
+    keeps_dim: bool
+
+    def choice(self, places: Tensor) -> Choice:
+        """Its choice, of places as its node gives them."""
+        return Choice(self.key, _in_rows(places, self.key[2], keeps_dim=self.keeps_dim))
 
     @classmethod
     def all_in(cls, graph: fx.GraphModule) -> list[Chooser]:
-        """Those of a graph, after `shapes.record_shapes`, in order."""
+        """Those of a graph, after `shapes.record_shapes`, in order; integers are chosen from exactly."""
         found = []
         for node in calls(graph, _KINDS):
             given = arguments(node)
-            is_read = gives_a_tensor(node) or any(
-                each.args[1] == 1 for each in node.users if each.target is operator.getitem
-            )
-            found.append(cls(_key(node.target, shape_of(given["self"]), given), where(node), is_read))
+            if not dtype_of(given["self"]).is_floating_point:
+                continue
+            parts = [each for each in node.users if each.target is operator.getitem and each.args[1] == 1]
+            places = node.name if gives_a_tensor(node) else parts[0].name if parts else ""
+            key = _key(node.target, shape_of(given["self"]), given)
+            found.append(cls(key, where(node), bool(places), places, _keeps_dim(key, given)))
         return found
+
+
+def _keeps_dim(key: Key, given: Mapping[str, Any]) -> bool:
+    return key[0] in _ORDERS or bool(given.get("keepdim"))
+
+
+def _in_rows(places: Tensor, dim: int | None, *, keeps_dim: bool) -> Tensor:
+    """The places of a result with the dimension of the choice last."""
+    if dim is None:
+        return places.reshape(1)
+    return places.movedim(dim, -1) if keeps_dim else places.unsqueeze(-1)
 
 
 def _key(target: Any, shape: Sequence[int], given: Mapping[str, Any]) -> Key:
@@ -98,17 +122,39 @@ class Choice:
         return self.key[0] in _ORDERS
 
 
+_watching: ContextVar[SeenChoices | None] = ContextVar("watching", default=None)
+
+
 class SeenChoices(EagerMode):
     """A mode that writes down the choices of what runs in it, in their order: `seen`.
 
     `with_rows`: with the values that they were made from. Of compiled code what it calls is seen, as
-    PyTorch's own `topk`, and what it computes itself is not.
+    PyTorch's own `topk`, and what it computes itself is not. An engine that is no code of PyTorch's asks who
+    is `watching`, and adds its own.
     """
 
     def __init__(self, *, with_rows: bool = False) -> None:
         super().__init__()
         self.seen: list[Choice] = []
         self._with_rows = with_rows
+
+    @staticmethod
+    def watching() -> SeenChoices | None:
+        """The innermost such mode in this thread."""
+        return _watching.get()
+
+    def add(self, told: Callable[[], Sequence[Choice]]) -> None:
+        """Add what an engine tells; what runs for that is not seen."""
+        with _disable_current_modes():
+            self.seen += told()
+
+    def __enter__(self) -> Self:
+        self._before = _watching.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        _watching.reset(self._before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operator, and write down what it chooses."""
@@ -254,14 +300,12 @@ class _Call:
         dim = given["dim"]
         rows = values.reshape(-1) if dim is None else values.movedim(dim, -1)
         key = _key(func, values.shape, given)
-        return cls(key, rows, key[2], key[0] in _ORDERS or bool(given.get("keepdim")))
+        return cls(key, rows, key[2], _keeps_dim(key, given))
 
     def places(self, result: Any) -> Tensor:
         """The places in a result, with the dimension last."""
         places: Tensor = result if isinstance(result, Tensor) else result[1]
-        if self.dim is None:
-            return places.reshape(1)
-        return places.movedim(self.dim, -1) if self.keeps_dim else places.unsqueeze(-1)
+        return _in_rows(places, self.dim, keeps_dim=self.keeps_dim)
 
     def result(self, own: Any, values: Tensor, places: Tensor) -> Any:
         """A result like its own, of other values and places."""
