@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import decimal
+import inspect
 import io
 import random
 import re
@@ -57,6 +58,10 @@ def in_words(path: str) -> str:
     return re.sub(r"\._(?:modules|buffers|parameters)\['(\w+)'\]", r".\1", path).removeprefix(".")
 
 
+_AT_AN_END = (inspect.GEN_CREATED, inspect.GEN_CLOSED)
+"""The states of a generator that tell all: nothing of it has run, or nothing is left to run."""
+
+
 def mark_of(value: Any) -> object:
     """What is equal as long as a value is unchanged, apart from its parts."""
     if isinstance(value, Tensor):
@@ -66,6 +71,8 @@ def mark_of(value: Any) -> object:
     for kinds, mark in _MARKS:
         if isinstance(value, kinds):
             return mark(value)
+    if isinstance(value, types.GeneratorType) and (state := inspect.getgeneratorstate(value)) in _AT_AN_END:
+        return state
     if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
         try:
             return repr(value.__reduce__())  # what it would be made of again
