@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampopt.ir.model_copy import same_tensor
-from ampopt.ir.parts import ATOMS, items_of, walk
+from ampopt.ir.parts import ATOMS, Runs, items_of, walk
 
 
 class Moment:
@@ -28,10 +28,15 @@ class Moment:
     name. No tensor is copied: writes are told by version counters.
     """
 
-    def __init__(self, value: Any, leave_out: Callable[[Any], bool], *, code: bool = True) -> None:
-        """`leave_out` tells what is no part of the value. Without `code` its classes' code is none."""
+    def __init__(
+        self, value: Any, leave_out: Callable[[Any], bool], *, code: bool = True, runs: Runs | None = None
+    ) -> None:
+        """`leave_out` tells what is no part of the value. Without `code` its classes' code is none.
+
+        `runs` tells which functions' parts are; None for all.
+        """
         self._parts = collections.defaultdict[str, list[tuple[Any, type, object]]](list)
-        for path, part in walk(value, leave_out=leave_out, code=code, classes=code):
+        for path, part in walk(value, leave_out=leave_out, code=code, classes=code, runs=runs):
             self._parts[path].append((part, type(part), mark_of(part)))  # a class has its object's path
 
     def change_until(self, later: Moment, *, by_value: bool) -> str | None:
