@@ -34,6 +34,7 @@ class RunCode:
     def __init__(self) -> None:
         self._all, self._counted = is_profiled(), frozenset[CodeType]()
         self._ran, self._passed_over, self._is_seen = set[CodeType](), set[CodeType](), True
+        self._no_librarys = dict[str, bool]()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -55,12 +56,17 @@ class RunCode:
 
     def counts(self, function: FunctionType) -> bool:
         """Whether what a function reaches matters, as far as `learn` has told."""
-        if self._all or function.__code__ in self._counted or is_foreign(function):
-            return True
-        if not is_installed(sys.modules.get(str(function.__module__))):
+        if self._all or self._are_no_librarys(function) or function.__code__ in self._counted:
             return True
         self._passed_over.add(function.__code__)
         return False
+
+    def _are_no_librarys(self, function: FunctionType) -> bool:
+        """Whether the functions of a function's module count whether they run or not."""
+        name = str(function.__module__)
+        if name not in self._no_librarys:
+            self._no_librarys[name] = is_foreign(function) or not is_installed(sys.modules.get(name))
+        return self._no_librarys[name]
 
     def learn(self) -> bool:
         """Let functions count that were noted to run; returns whether one of them was passed over before."""
@@ -72,6 +78,7 @@ class RunCode:
 
     def code_of(self, model: nn.Module) -> Code:
         """What calls of a model may run, as far as names, and what was noted, tell; functions there count."""
+        self._counted |= self._ran
         while True:
             code = Code(model, self.counts)
             if not (self._count_cached(code.cached) or self.learn()):

@@ -24,6 +24,7 @@ from ampopt.ir.device_asserts import asserts_raised
 from ampopt.ir.model_copy import device_of, same_tensor, untouched_rng, working_copy
 from ampopt.ir.moments import Moment
 from ampopt.ir.numerics import fresh_draw
+from ampopt.ir.outside import variables_kept
 from ampopt.ir.plain_tensors import is_transformed
 from ampopt.ir.run_code import RunCode
 from ampopt.ir.signature import call_key, copied, exactly_copied, flatten_call, map_tensors
@@ -87,10 +88,14 @@ def _watched(
     *,
     by_value: bool,
 ) -> dict[str, PartCalls]:
-    code = RunCode()
-    while (seen := _watched_with(code, model, names, rows, spec, by_value=by_value)) is None:
-        pass  # once more from the beginning, as functions ran that were not looked into
-    return seen
+    code, refused = RunCode(), dict[str, str]()
+    with variables_kept(model):  # what a first call sets is a change that is to be seen
+        _call(working_copy(model), rows[0], spec, code)
+    while True:
+        seen = _watched_with(code, model, names, rows, spec, by_value=by_value)
+        refused = {name: part.why_not for name, part in seen.items() if part.why_not is not None} | refused
+        if not code.learn():  # else functions ran that were not looked into
+            return {name: PartCalls(part.calls, refused.get(name)) for name, part in seen.items()}
 
 
 def _watched_with(
@@ -101,10 +106,9 @@ def _watched_with(
     spec: pytree.TreeSpec,
     *,
     by_value: bool,
-) -> dict[str, PartCalls] | None:
-    """The same, where of libraries' functions the `code` counts; None if others have run, which count now."""
+) -> dict[str, PartCalls]:
+    """The same, where of the functions of libraries those matter that the `code` counts."""
     model = working_copy(model)
-    device = device_of(model, rows[0])
     code.code_of(model)  # functions whose results are cached count from now on
     with contextlib.ExitStack() as stack:
         modules = {name: model.get_submodule(name) for name in names}
@@ -116,18 +120,22 @@ def _watched_with(
         for watch in watches.values():
             watch.begin()
         for leaves in rows:
-            called_args, called_kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
-            try:
-                with torch.no_grad(), untouched_rng(device), asserts_raised(device), code.noted():
-                    model(*called_args, **called_kwargs)
-            except Exception as error:
-                check_interrupted(error)
-                raise _FailedError from error
+            _call(model, leaves, spec, code)
             for watch in watches.values():
                 watch.end_of_call()
-            if code.learn():
-                return None
     return {name: PartCalls(list(w.calls.values()), w.why_not) for name, w in watches.items() if w.calls}
+
+
+def _call(model: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, code: RunCode) -> None:
+    """Call a copy of the model, and note what runs. Raises _FailedError where it fails."""
+    device = device_of(model, leaves)
+    args, kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
+    try:
+        with torch.no_grad(), untouched_rng(device), asserts_raised(device), code.noted():
+            model(*args, **kwargs)
+    except Exception as error:
+        check_interrupted(error)
+        raise _FailedError from error
 
 
 class _Watch:

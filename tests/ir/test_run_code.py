@@ -38,6 +38,14 @@ class Bar:
 def wake():
     Bar.monitor.woken += 1
 
+MADE = 0
+
+def sets_once(body):
+    global MADE
+    if MADE == 0:
+        MADE = 1
+    return MADE
+
 def upload():
     return Bar.monitor.woken
 
@@ -120,6 +128,7 @@ READS = {
     "a method with a decorator": [lambda body: body.config.last()],
     "a function whose result is cached": [lambda body: shared().woken],
     "in unseen calls": [unseen],
+    "what it sets once": [sets_once],
     "in what is no part of compiled code": [torch.compiler.disable(lambda body: upload())],
 }
 '''
@@ -159,6 +168,12 @@ def test_a_part_that_reads_what_changes_is_none(library: ModuleType, read: str) 
     why_not = calls_of_parts(private_copy(net), ["body"], (X,), {})["body"].why_not
     assert why_not is not None
     assert why_not.endswith("monitor.woken changes before it is called")
+
+
+def test_a_part_that_sets_what_its_later_calls_leave_is_none(library: ModuleType) -> None:
+    why_not = calls_of_parts(library.Net("what it sets once").eval(), ["body"], (X,), {})["body"].why_not
+    assert why_not is not None
+    assert why_not.endswith("MADE> changes when it is called")
 
 
 def _change(library: ModuleType, read: str, later: Callable[[Any], object] | None = None) -> str | None:
