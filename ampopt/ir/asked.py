@@ -88,8 +88,8 @@ def is_profiled() -> bool:
 
 
 @contextlib.contextmanager
-def watching_calls(watch: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
-    """Within the block, tell `watch` of the thread's calls, as `sys.setprofile` does.
+def watching_calls(watch: Callable[[types.FrameType, str, Any], None] | None) -> Iterator[None]:
+    """Within the block, tell `watch` of the thread's calls, as `sys.setprofile` does; None: tell nobody.
 
     A profiler that is written in C, which could not be put back, is left alone: nothing is told then.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ampopt.ir.model_copy import same_tensor, seed_all, untouched_rng, working_c
 from ampopt.ir.model_differences import differences
 from ampopt.ir.numerics import fresh_draw, least_error, relative_error
 from ampopt.ir.outer_world import OuterWorld
+from ampopt.ir.run_code import RunCode
 from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors
 
 MOST_FIRST_CALLS = 32
@@ -27,7 +28,7 @@ MOST_FIRST_CALLS = 32
 class Calls:
     """Calls with the example inputs, `leaves`, and with `others` like them.
 
-    `outer` is what the model's code does beside its results in calls within `outer.noted()`.
+    `outer` is what the model's code does beside its results in calls within `noted()`, and `run` what runs.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> None:
@@ -35,7 +36,13 @@ class Calls:
         generator = torch.Generator().manual_seed(7)
         self.others = [*map_tensors(lambda x: fresh_draw(x, generator), self.leaves, {})[0]]
         self.device = device
-        self.outer = OuterWorld()
+        self.outer, self.run = OuterWorld(), RunCode()
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within the block, note what the model's code does, and which it is."""
+        with self.outer.noted(), self.run.noted():
+            yield
 
     def answer(self, model: nn.Module, values: Sequence[Any], seed: int) -> list[Any]:
         """The results of a call, with this random seed: the tensors, then a list of all else."""

@@ -24,6 +24,7 @@ from ampopt.ir.moments import Moment, in_words
 from ampopt.ir.numerics import is_rounded
 from ampopt.ir.outside import Code, is_of_a_library, variables_kept
 from ampopt.ir.parts import contents_of, walk
+from ampopt.ir.run_code import RunCode
 from ampopt.system.interrupts import check_interrupted
 
 _OF_EACH_THREAD = (contextvars.ContextVar, threading.local)
@@ -38,14 +39,19 @@ class Outside:
     With them is what functions keep that are not copied with the model: attributes, and lists as defaults.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._code = Code(model)
-        self._functions, self._variables = self._code.functions, self._code.variables()
-        self._before = self._now()
+    def __init__(self, model: nn.Module, run: RunCode) -> None:
+        """`run`: what has run in calls until now, and may note later ones."""
+        self._code, self._run = Code(model), run
+        self._named, self._read = _Named(self._code), _Named(run.code_of(model))
+        self._before = {named: named.now() for named in (self._named, self._read)}
 
     def change(self) -> str | None:
-        """The first that is another now, or holds something else."""
-        changed = self._before.change_until(self._now(), by_value=True)
+        """The first that is another now, or holds something else, of those that code names which has run.
+
+        Of all, if other functions of libraries have run since then.
+        """
+        named = self._named if self._run.learn() else self._read
+        changed = self._before[named].change_until(named.now(), by_value=True)
         return None if changed is None else changed.removeprefix("['").replace("']", "", 1)
 
     def of_each_thread(self) -> str | None:
@@ -58,7 +64,7 @@ class Outside:
         for label, own, name in (*self._code.global_variables(), *of_classes):
             if not is_of_a_library(own) and _holds_one_of_each_thread(own.get(name)):
                 return label
-        for function in self._functions:
+        for function in self._code.functions:
             held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             parts = [(name, part) for name, cell in held for part in contents_of(cell)]
             named = [name for name, part in parts if _holds_one_of_each_thread(part)]
@@ -68,13 +74,25 @@ class Outside:
 
     def held(self) -> dict[str, object]:
         """What each variable holds now, and each function, by what to call it in a message."""
+        return self._named.held()
+
+
+class _Named:
+    """The variables and functions that some code names."""
+
+    def __init__(self, code: Code) -> None:
+        self._functions, self._variables = code.functions, code.variables()
+
+    def held(self) -> dict[str, object]:
+        """What each holds now, by what to call it in a message."""
         now: dict[str, object] = {label: own.get(name) for label, own, name in self._variables.values()}
         return now | {
             f"what {function.__module__}.{function.__qualname__} keeps: ": function
             for function in self._functions
         }
 
-    def _now(self) -> Moment:
+    def now(self) -> Moment:
+        """All that they hold."""
         return Moment(self.held(), lambda part: isinstance(part, nn.Module), code=False)
 
 

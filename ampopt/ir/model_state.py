@@ -117,7 +117,7 @@ def _examined(
     written, elsewhere = set[Attribute](), list[list[Any]]()
 
     def once_more(copied: nn.Module) -> list[Any]:
-        with calls.outer.noted():
+        with calls.noted():
             return calls.answer(copied, calls.others, 2)
 
     try:
@@ -127,7 +127,7 @@ def _examined(
         written |= rewritten(one, once_more)
     found.update(differences(model, one))
     found.update(Place(*attribute) for attribute in written - attributes(found))
-    outside = Outside(model)  # what first calls set, and later ones leave, is no state
+    outside = Outside(model, calls.run)  # what first calls set, and later ones leave, is no state
 
     def again(copied: nn.Module) -> list[Any]:
         return calls.answer(copied, calls.leaves, 8)
@@ -224,7 +224,7 @@ class _Succession:
         found, written = set[Place](), set[Attribute]()
 
         def call(called: nn.Module) -> None:
-            with calls.outer.noted() if number else contextlib.nullcontext():
+            with calls.noted() if number else contextlib.nullcontext():
                 answer, given = calls.answer_and_given(called, calls.in_turn(number), 11 + number)
             answers.append(answer)
             inputs.append(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import decimal
+import inspect
 import io
 import random
 import re
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampopt.ir.model_copy import same_tensor
-from ampopt.ir.parts import ATOMS, items_of, walk
+from ampopt.ir.parts import ATOMS, Runs, items_of, walk
 
 
 class Moment:
@@ -27,10 +28,15 @@ class Moment:
     name. No tensor is copied: writes are told by version counters.
     """
 
-    def __init__(self, value: Any, leave_out: Callable[[Any], bool], *, code: bool = True) -> None:
-        """`leave_out` tells what is no part of the value. Without `code` its classes' code is none."""
+    def __init__(
+        self, value: Any, leave_out: Callable[[Any], bool], *, code: bool = True, runs: Runs | None = None
+    ) -> None:
+        """`leave_out` tells what is no part of the value. Without `code` its classes' code is none.
+
+        `runs` tells which functions' parts are; None for all.
+        """
         self._parts = collections.defaultdict[str, list[tuple[Any, type, object]]](list)
-        for path, part in walk(value, leave_out=leave_out, code=code, classes=code):
+        for path, part in walk(value, leave_out=leave_out, code=code, classes=code, runs=runs):
             self._parts[path].append((part, type(part), mark_of(part)))  # a class has its object's path
 
     def change_until(self, later: Moment, *, by_value: bool) -> str | None:
@@ -57,6 +63,10 @@ def in_words(path: str) -> str:
     return re.sub(r"\._(?:modules|buffers|parameters)\['(\w+)'\]", r".\1", path).removeprefix(".")
 
 
+_AT_AN_END = (inspect.GEN_CREATED, inspect.GEN_CLOSED)
+"""The states of a generator that tell all: nothing of it has run, or nothing is left to run."""
+
+
 def mark_of(value: Any) -> object:
     """What is equal as long as a value is unchanged, apart from its parts."""
     if isinstance(value, Tensor):
@@ -66,6 +76,8 @@ def mark_of(value: Any) -> object:
     for kinds, mark in _MARKS:
         if isinstance(value, kinds):
             return mark(value)
+    if isinstance(value, types.GeneratorType) and (state := inspect.getgeneratorstate(value)) in _AT_AN_END:
+        return state
     if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
         try:
             return repr(value.__reduce__())  # what it would be made of again

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from ampopt.ir.parts import (
     ATOMS,
     CODE,
+    LRU_CACHED,
+    Runs,
     Variable,
     attributes_in,
     attributes_of_class,
@@ -51,7 +53,10 @@ class Code:
     first functions count: one of SciPy may lead to thousands.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, runs: Runs | None = None) -> None:
+        """`runs` tells which of the functions to which names lead count; None for all."""
+        self._runs, self.cached = runs, list[Any]()
+        """The second: the functions to which they lead and whose results are cached."""
         self._functions, self._kinds, self._made = dict[FunctionType, None](), dict[type, None](), set[type]()
         self._files = list[ModuleType]()
         self._seen, self._classes, self._names = set[int](), set[type](), {"forward"}
@@ -62,7 +67,7 @@ class Code:
         self._followed = collections.Counter[str | None]()
         waiting: list[Any] = [model]
         while waiting:
-            for _, value in walk(waiting.pop(), classes=False, leave_out=self._is_left_out):
+            for _, value in walk(waiting.pop(), classes=False, leave_out=self._is_left_out, runs=runs):
                 waiting += self._note(value)
 
     @property
@@ -123,15 +128,16 @@ class Code:
         root = root_of(function)
         if is_foreign(function) or root in self._own:
             return None
-        return root if _is_installed(sys.modules.get(function.__module__)) else None
+        return root if is_installed(sys.modules.get(function.__module__)) else None
 
     def _note(self, value: Any) -> list[Any]:
         """Remember a value that the model's code reaches; returns what it reaches by it."""
         if isinstance(value, (Tensor, *ATOMS)):
             return []
         self._seen.add(id(value))
+        self.cached += [value] if isinstance(value, LRU_CACHED) else []
         if isinstance(value, FunctionType):
-            if is_foreign(value):
+            if is_foreign(value) or (self._runs is not None and not self._runs(value)):
                 return []
             self._functions[value] = None
             if (library := self._library_of(value)) is not None:
@@ -140,7 +146,7 @@ class Code:
             self._names |= new
             return [part for name in new for part in self._unnamed.pop(name, ())]
         if isinstance(value, ModuleType):
-            if is_foreign(value) or _is_installed(value):
+            if is_foreign(value) or is_installed(value):
                 return []
             self._files.append(value)
             for name, part in vars(value).items():
@@ -167,7 +173,7 @@ class Code:
         return found
 
 
-def _is_installed(module: ModuleType | None) -> bool:
+def is_installed(module: ModuleType | None) -> bool:
     """Whether a module is a library's: its functions reach much that is no model's."""
     file = str(getattr(module, "__file__", None) or "")
     return any(file.startswith(folder) for folder in _LIBRARIES)
@@ -175,7 +181,7 @@ def _is_installed(module: ModuleType | None) -> bool:
 
 def is_of_a_library(variables: Mapping[str, Any]) -> bool:
     """Whether these are the global variables, or the class attributes, of an installed package's file."""
-    return _is_installed(sys.modules.get(str(variables.get("__name__", variables.get("__module__")))))
+    return is_installed(sys.modules.get(str(variables.get("__name__", variables.get("__module__")))))
 
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
@@ -250,7 +256,7 @@ def _set_item(mapping: Any, name: str, value: Any) -> None:
 def _keeps_what_it_likes(value: Any) -> bool:
     """Whether an object's class is of an installed package, whose registries and caches stay."""
     kind = type(value)
-    return not is_foreign(kind) and _is_installed(sys.modules.get(str(getattr(kind, "__module__", ""))))
+    return not is_foreign(kind) and is_installed(sys.modules.get(str(getattr(kind, "__module__", ""))))
 
 
 P = ParamSpec("P")

@@ -57,12 +57,18 @@ Variable = tuple[str, Mapping[str, Any], str]
 """How a variable is called in a message, what holds it, and its name there."""
 
 
-def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator[Part]:
+Runs = Callable[[types.FunctionType], bool]
+"""Whether a function matters: whether it may run."""
+
+
+def parts_of(
+    value: Any, *, code: bool = True, classes: bool = True, runs: Runs | None = None
+) -> Iterator[Part]:
     """The parts of a value, each with the step that leads to it, such as `.feats` or `['f']`.
 
     With `code`, a function has the global variables that it names, and a module the function `forward` of its
     class. With `classes`, an object has its class, and that its attributes. Classes and functions of Python,
-    PyTorch and NumPy have none.
+    PyTorch and NumPy have none, nor functions that `runs` tells do not run.
     """
     if isinstance(value, _WITHOUT) or is_of_the_process(value):
         return
@@ -72,7 +78,8 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
             yield from ((f".{name}", part) for each in bases for name, part in attributes_of_class(each))
         return
     if isinstance(value, types.FunctionType):
-        yield from _parts_of_function(value, code)
+        if runs is None or runs(value):
+            yield from _parts_of_function(value, code)
         return
     if isinstance(value, _BOUND):
         yield from _bound(value)
@@ -351,6 +358,7 @@ def walk(
     code: bool = True,
     classes: bool = True,
     leave_out: Callable[[Any], bool] | None = None,
+    runs: Runs | None = None,
 ) -> Iterator[Part]:
     """Every value that a value is made of, itself included, once each, with the path to it."""
     seen, waiting = set[int](), [("", root)]
@@ -369,4 +377,5 @@ def walk(
         kept.append(value)  # an identity is one only as long as the object lives
         yield path, value
         if not is_empty(value):
-            waiting += [(path + step, part) for step, part in parts_of(value, code=code, classes=classes)]
+            parts = parts_of(value, code=code, classes=classes, runs=runs)
+            waiting += [(path + step, part) for step, part in parts]

@@ -19,11 +19,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError, first_line
+from ampopt.ir.asked import watching_calls
 from ampopt.ir.device_asserts import asserts_raised
 from ampopt.ir.model_copy import device_of, same_tensor, untouched_rng, working_copy
 from ampopt.ir.moments import Moment
 from ampopt.ir.numerics import fresh_draw
+from ampopt.ir.outside import variables_kept
 from ampopt.ir.plain_tensors import is_transformed
+from ampopt.ir.run_code import RunCode
 from ampopt.ir.signature import call_key, copied, exactly_copied, flatten_call, map_tensors
 from ampopt.system.interrupts import check_interrupted
 
@@ -85,35 +88,61 @@ def _watched(
     *,
     by_value: bool,
 ) -> dict[str, PartCalls]:
+    code, refused = RunCode(), dict[str, str]()
+    with variables_kept(model):  # what a first call sets is a change that is to be seen
+        _call(working_copy(model), rows[0], spec, code)
+    while True:
+        seen = _watched_with(code, model, names, rows, spec, by_value=by_value)
+        refused = {name: part.why_not for name, part in seen.items() if part.why_not is not None} | refused
+        if not code.learn():  # else functions ran that were not looked into
+            return {name: PartCalls(part.calls, refused.get(name)) for name, part in seen.items()}
+
+
+def _watched_with(
+    code: RunCode,
+    model: nn.Module,
+    names: Sequence[str],
+    rows: list[Sequence[Any]],
+    spec: pytree.TreeSpec,
+    *,
+    by_value: bool,
+) -> dict[str, PartCalls]:
+    """The same, where of the functions of libraries those matter that the `code` counts."""
     model = working_copy(model)
-    device = device_of(model, rows[0])
+    code.code_of(model)  # functions whose results are cached count from now on
     with contextlib.ExitStack() as stack:
         modules = {name: model.get_submodule(name) for name in names}
         watches = {
-            name: _Watch(module, stack, by_value)
+            name: _Watch(module, stack, by_value, code)
             for name, module in modules.items()
             if not isinstance(module, torch.jit.ScriptModule)  # it takes no such hook
         }
         for watch in watches.values():
             watch.begin()
         for leaves in rows:
-            called_args, called_kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
-            try:
-                with torch.no_grad(), untouched_rng(device), asserts_raised(device):
-                    model(*called_args, **called_kwargs)
-            except Exception as error:
-                check_interrupted(error)
-                raise _FailedError from error
+            _call(model, leaves, spec, code)
             for watch in watches.values():
                 watch.end_of_call()
     return {name: PartCalls(list(w.calls.values()), w.why_not) for name, w in watches.items() if w.calls}
 
 
+def _call(model: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, code: RunCode) -> None:
+    """Call a copy of the model, and note what runs. Raises _FailedError where it fails."""
+    device = device_of(model, leaves)
+    args, kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
+    try:
+        with torch.no_grad(), untouched_rng(device), asserts_raised(device), code.noted():
+            model(*args, **kwargs)
+    except Exception as error:
+        check_interrupted(error)
+        raise _FailedError from error
+
+
 class _Watch:
     """Hooks around one submodule, which record its calls and look at what it reaches."""
 
-    def __init__(self, module: nn.Module, stack: contextlib.ExitStack, by_value: bool) -> None:
-        self._module, self._by_value = module, by_value
+    def __init__(self, module: nn.Module, stack: contextlib.ExitStack, by_value: bool, code: RunCode) -> None:
+        self._module, self._by_value, self._code = module, by_value, code
         self.calls: dict[object, Call] = {}
         self.why_not: str | None = None
         self._is_first, self._looks = True, 0
@@ -166,7 +195,11 @@ class _Watch:
 
     def _now(self) -> Moment:
         own = (self._module._forward_hooks, self._module._forward_pre_hooks)
-        return Moment(self._module, lambda part: isinstance(part, _Look) or any(part is each for each in own))
+        return Moment(
+            self._module,
+            lambda part: isinstance(part, _Look) or any(part is each for each in own),
+            runs=self._code.counts,
+        )
 
 
 def _as_in_training(module: nn.Module, changed: str) -> str:
@@ -186,5 +219,6 @@ class _Look:
         self._hook = hook
 
     def __call__(self, *args: Any) -> None:
-        """Look."""
-        self._hook(*args)
+        """Look, which is no code of the model's."""
+        with watching_calls(None):
+            self._hook(*args)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
 
-from ampopt.ir.moments import Moment
+from ampopt.ir.moments import Moment, mark_of
 from ampopt.ir.parts import is_of_the_process, walk
 
 
@@ -52,3 +53,17 @@ def test_a_class_without_a_hash_has_parts_as_well() -> None:
     for _ in range(2):  # what is known of a class is looked up
         assert [value for path, value in walk(_Slotted(), classes=False) if path == ".held[0]"] == [1.5]
         assert not is_of_the_process(_Slotted())
+
+
+def test_a_generator_that_did_not_begin_or_is_at_its_end_is_what_it_was() -> None:
+    def counted() -> Iterator[int]:
+        yield from range(2)
+
+    one = counted()
+    new = mark_of(one)
+    assert mark_of(one) == new
+    next(one)
+    assert mark_of(one) != new
+    assert mark_of(one) != mark_of(one)  # nothing tells what is left of it
+    assert list(one) == [1]
+    assert mark_of(one) == mark_of(one) != new

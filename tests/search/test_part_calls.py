@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -210,6 +211,30 @@ def test_without_other_inputs_whatever_is_computed_anew_is_a_change() -> None:
     seen = calls_of_parts(private_copy(net), ["bb", "head"], (X,), {})
     assert seen["bb"].why_not == "feat changes when it is called"
     assert seen["head"].why_not is None
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    yield
+
+
+class Decorated(Body):
+    """A submodule with methods that a context manager's function decorates, the forward among them."""
+
+    @_guarded()
+    def initialize(self) -> None:
+        """What no call runs."""
+
+    @_guarded()
+    def forward(self, x: Tensor) -> Tensor:
+        """The features."""
+        return super().forward(x)
+
+
+def test_a_context_manager_as_a_decorator_is_no_change() -> None:
+    net = Net().eval()
+    net.bb = Decorated().eval()
+    assert calls_of_parts(private_copy(net), ["bb"], (X,), {})["bb"].why_not is None
 
 
 def test_a_container_that_it_is_called_with_and_changes() -> None:
