@@ -197,6 +197,7 @@ def export_onnx(
             metric=metric,
             program=emulated(program.run) if precision == "fp16" else None,
             in_openvino=target == "openvino" and otherwise is None and not is_dynamic,
+            chooses=None if is_dynamic else program,
         )
         if check.reason is not None and not force:
             fault = "is wrong" if check.providers else "does not run here"

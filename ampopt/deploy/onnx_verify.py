@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.deploy.portable import autocast_program
+from ampopt.engines.onnx_choices import OnnxChoices
 from ampopt.engines.onnx_nan import losing_operators
 from ampopt.ir.capture import Captured
+from ampopt.ir.choices import SeenChoices, makes_choices
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
+from ampopt.ir.program import Program
 from ampopt.ir.unmarked import array_of
 from ampopt.measure.draws import Draw
 from ampopt.measure.followed import Judged
@@ -96,7 +99,8 @@ class OnnxVerifier(Verifier):
     """A Verifier that reports every output of a run, and uses CUDA's float16 autocast rules on a CPU, too.
 
     Runtimes have orders of their own for equal values, so a file's errors may be what another order makes of
-    the outputs, see `TiedValues`. What runs in the original's place has no such licence.
+    the outputs, see `TiedValues`. What runs in the original's place has no such licence: its choices have to
+    be seen, see `measure.followed`.
     """
 
     def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
@@ -173,6 +177,17 @@ def run_onnx(runner: OnnxRunner | OpenVinoRunner, *tensors: Tensor) -> list[Tens
     return [torch.from_numpy(array).to(device) for array in runner(*arrays)]
 
 
+def _telling(run: Run, choices: OnnxChoices) -> Run:
+    """A run of a file whose choices are told to who watches it."""
+
+    def call(*tensors: Tensor) -> Sequence[Tensor]:
+        if (watching := SeenChoices.watching()) is not None:
+            watching.add(functools.partial(choices, tensors))
+        return run(*tensors)
+
+    return call
+
+
 def nodes_off(nodes: Mapping[str, Sequence[Node]], provider: str) -> tuple[str, ...]:
     """The nodes that run on a provider other than this one, as `name (operator)`."""
     others = (found for name, found in nodes.items() if name != provider)
@@ -190,6 +205,7 @@ def verify_onnx(
     metric: Metric | None = None,
     program: Run | None = None,
     in_openvino: bool = False,
+    chooses: Program | None = None,
 ) -> OnnxCheck:
     """Run the file on every installed provider, on each call's example inputs and on other draws.
 
@@ -198,7 +214,8 @@ def verify_onnx(
     `model` is the original (a private copy). The limits of `lane` apply: float16 if the file computes in it,
     or has inputs and outputs in it. A metric decides alone, at most `tolerance`; without one, each output's
     error decides. `program` is the program that the file was made from; if given, it is verified, too.
-    `in_openvino`: so is the file in a plain session of OpenVINO, where that is installed.
+    `in_openvino`: so is the file in a plain session of OpenVINO, where that is installed. `chooses`: the
+    program that the file was made of, if the choices of its graph are to be followed.
     """
     verifiers = [OnnxVerifier(model, call, tolerance=tolerance, metric=metric, draws=1) for call in calls]
     tally = _Tally(verifiers, lane, output_names)
@@ -218,7 +235,9 @@ def verify_onnx(
                 notes.append(f"nothing was verified on {provider}: {error}")
             continue
         used.append(provider)
-        run = functools.partial(run_onnx, runner)
+        run: Run = functools.partial(run_onnx, runner)
+        if chooses is not None and makes_choices(chooses.graph):
+            run = _telling(run, OnnxChoices.of_file(chooses, path, runner.options))
         tally.add(provider, run)
         notes += [] if tally.reasons else _lost_faults(verifiers[0], run, lane, provider, path)
         if provider == CUDA and runner.nodes is not None:

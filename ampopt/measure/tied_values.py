@@ -11,7 +11,8 @@ error is near its change in the run, and its norm near the norm there.
 Correct because: without equal values no run moves an output, and nothing is allowed. With them, what keeps
 the original's places is not allowed the values of other places, and what lost a bound or a scale has other
 norms. What is wrong may still pass where the norms stay within a factor of `AS_LARGE`, and so do errors in
-places among equal values. So only files have this licence: passes and engines are compared as ever.
+places among equal values. So only files have this licence: the choices of passes and engines have to be
+seen, see `measure.followed`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from ampopt.deploy.onnx_verify import (
 )
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32
+from ampopt.measure.followed import FOLLOWED_FROM
 from ampopt.measure.verify import Verifier
 from ampopt.ort.options import CPU, CUDA
 from ampopt.ort.session import Node
@@ -220,3 +221,22 @@ def test_a_file_is_right_far_outside_of_the_examples_range(function: Any, tmp_pa
 @pytest.mark.parametrize("lazy", [torch._neg_view(torch.ones(2)), torch.full((2,), 1 - 2j).conj()])
 def test_an_array_has_what_is_negated_or_conjugated_by_a_bit_alone(lazy: Tensor) -> None:
     assert to_numpy(lazy).tolist() == lazy.tolist()
+
+
+def _best(m: Any, x: Tensor) -> Tensor:
+    """What is computed from the 100 best of many, of which float16 takes others."""
+    features = torch.tanh(m.features(x))
+    places = m.score(features).squeeze(-1).topk(100, dim=1).indices
+    return m.head(features.gather(1, places[..., None].expand(-1, -1, 32)))  # type: ignore[no-any-return]
+
+
+def test_a_file_in_float16_is_compared_with_the_original_that_chooses_as_it_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model(_best, features=nn.Linear(16, 32), score=nn.Linear(32, 1), head=nn.Linear(32, 4))
+    original, captured = captured_of(model.eval(), torch.randn(4, 600, 16))
+    path = tmp_path / "m.onnx"
+    report = export_onnx(original, captured, (), path, precision="fp16")
+    assert {row.provider for row in report.outputs} >= {"torch", CPU}
+    assert all(row.error < FOLLOWED_FROM for row in report.outputs)
+    plain = verify_onnx(path, original, [captured], FP16, report.output_names)  # nobody tells its choices
+    assert plain.error > FOLLOWED_FROM

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.ir.graph import aten
-from ampopt.ir.lanes import FP32
+from ampopt.ir.lanes import FP32, LANES
+from ampopt.ir.transform import Pass, replay
 from ampopt.measure.followed import FOLLOWED_FROM
 from ampopt.measure.original import Run
 from ampopt.measure.verify import Verifier
+from ampopt.passes import BakeAutocast, Compile, CudaGraph, Script
+from ampopt.search.subject import Subject
 from tests.helpers import BF16, Model
 from tests.support.verifying import verifier_of
 
@@ -243,3 +246,20 @@ def test_the_choices_of_every_call_in_a_row_are_followed() -> None:
     assert check.passed
     assert check.choices is not None
     assert check.choices.startswith("topk (test_followed.py:")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", [None, "script", "compile"])
+def test_a_captured_graph_is_compared_with_its_own_choices(engine: str | None) -> None:
+    """Its operators cannot be seen in a replay, so that the program runs once more without the graph."""
+    device, lane = torch.device("cuda"), LANES["amp"]["cuda"]
+    verifier, _ = verifier_of(Queries(100).to(device), drawn(4, 600, 16).to(device))
+    engines: dict[str | None, tuple[Pass, ...]] = {None: (), "script": (Script(),), "compile": (Compile(),)}
+    program = replay((BakeAutocast(), *engines[engine], CudaGraph()), lane.start(verifier.captured.program))
+    subject = Subject(program)
+    assert program.cuda_graph
+    assert verifier.own_errors(lane, verifier.draws[0])[0] > FOLLOWED_FROM
+    check = verifier.check(subject.run, lane, everywhere=True)
+    assert check.passed, check.reason
+    assert check.error < FOLLOWED_FROM
+    assert check.choices is not None
