@@ -92,11 +92,8 @@ class Check:
     reason: str | None
     spread: str | None = None
     """Which NaN or infinity in one input element reaches more output elements than in eager."""
-    choices: str | None = None
-    """Which operator takes other places than in float64, that are as good.
-
-    `error` is then that against the original that takes the same.
-    """
+    note: str | None = None
+    """Why what is far from the original in float64 is right: it makes other choices, that are as good."""
 
     @property
     def passed(self) -> bool:

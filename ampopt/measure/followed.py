@@ -106,12 +106,13 @@ def _limit(lane: Lane, own: float) -> float:
 class Judged:
     """The outputs of a program, each with its error and limit.
 
-    `choices` tells of those that it makes otherwise, where errors are against the original that makes these;
-    `chosen` is the error of what these take.
+    `note` tells why they are right though they are far from the original in float64. `is_followed`: the
+    errors are against the original that makes the same choices; `chosen` is the error of what these take.
     """
 
     found: list[tuple[int, float, float]]
-    choices: str | None = None
+    note: str | None = None
+    is_followed: bool = False
     chosen: float = 0.0
 
     @property
@@ -189,7 +190,7 @@ class Following:
         for output, error in enumerate(found.errors):
             by_eager = max(statistics.median_low([e.errors[output] for e in usual]), mine.errors[output])
             rows.append((output, error, _limit(lane, by_eager)))
-        return Judged(rows, self._told(found, mine, draw), max(found.chosen.values()))
+        return Judged(rows, self._told(found, mine, draw), True, max(found.chosen.values()))
 
     def _chooser(self, follow: Follow) -> Chooser | None:
         found = [chooser for chooser in self._choosers if chooser.key == follow.key]

@@ -55,8 +55,8 @@ class LastComparison:
         self._ledger, self._asked, self._bound = ledger, asked, bound
         self._device = captured.program.device
         self._answers: dict[str, LaneState] = {}
-        self._choices: dict[str, str | None] = {}
-        """What the best program of each lane chooses otherwise than the original in float64."""
+        self._told: dict[str, str | None] = {}
+        """What is told of the best program of each lane."""
         self._beside: Measurement | None = None
         """Times of the original in the rounds of the lanes."""
 
@@ -99,9 +99,9 @@ class LastComparison:
         self._answers = {state.lane.name: state for state in states}
         self._let_fp32_answer(timed, control)
         self._ledger.notes += [
-            f"in the {name} lane {choices}"
-            for name, choices in self._choices.items()
-            if choices is not None and self._answers[name].lane.name == name
+            f"in the {name} lane {note}"
+            for name, note in self._told.items()
+            if note is not None and self._answers[name].lane.name == name
         ]
 
     def _call_of_user(self) -> Callable[[], object]:
@@ -117,7 +117,7 @@ class LastComparison:
             self._ledger.notes.append(
                 f"in the {lane.name} lane {check.spread}; {argument('nan', 'exact')} forbids that"
             )
-        self._choices[lane.name] = check.choices
+        self._told[lane.name] = check.note
         before, after = timed[f"eager {lane.name}"], timed[f"best {lane.name}"]
         self._ledger.lanes[lane.name] = LaneSummary(
             lane=lane.name,

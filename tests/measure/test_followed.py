@@ -99,9 +99,9 @@ def test_a_program_that_chooses_as_the_lane_rounds_passes_and_that_is_told() -> 
     check = verifier.check(changed(eager, wobble(2e-3)), BF16)
     assert check.passed
     assert check.error < FOLLOWED_FROM
-    assert check.choices is not None
-    assert check.choices.startswith("topk (test_followed.py:")
-    assert check.choices.endswith("errors are against the original that takes the same")
+    assert check.note is not None
+    assert check.note.startswith("topk (test_followed.py:")
+    assert check.note.endswith("errors are against the original that takes the same")
     (error, own), *_ = verifier.output_errors(eager, BF16, verifier.draws[0])
     assert error == own < FOLLOWED_FROM
 
@@ -111,7 +111,7 @@ def test_scores_with_more_noise_than_the_lane_has_are_refused(lane: Any, size: f
     verifier, _ = many()
     check = verifier.check_errors(changed(verifier.eager(lane), wobble(size)), lane)
     assert not check.passed
-    assert check.choices is None
+    assert check.note is None
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_with_a_tolerance_or_a_metric_nothing_is_followed(options: dict[str, Any
     eager = verifier.eager(BF16)
     plain = max(max(verifier.own_errors(BF16, draw)) for draw in verifier.draws)
     assert verifier.own_error(BF16) == plain > BF16.limits.largest
-    assert verifier.judged(eager, BF16, verifier.draws[0]).choices is None
+    assert verifier.judged(eager, BF16, verifier.draws[0]).note is None
     assert verifier.output_errors(eager, BF16, verifier.draws[0])[0][0] > BF16.limits.largest
     check = verifier.check(eager, BF16)
-    assert check.choices is None
+    assert check.note is None
     assert check.passed == ("metric" in options)
 
 
@@ -209,8 +209,8 @@ def test_a_map_of_classes_may_differ_where_the_lane_decides() -> None:
     assert verifier.own_error(BF16) < FOLLOWED_FROM < verifier.own_errors(BF16, verifier.draws[0])[0]
     check = verifier.check_errors(eager, BF16)
     assert check.passed
-    assert check.choices is not None
-    assert check.choices.startswith("argmax")
+    assert check.note is not None
+    assert check.note.startswith("argmax")
 
     def second(x: Tensor) -> list[Tensor]:
         return [original.head(original.features(x).relu()).topk(2, dim=1).indices[:, 1]]
@@ -244,8 +244,8 @@ def test_the_choices_of_every_call_in_a_row_are_followed() -> None:
     assert max(verifier.own_errors(BF16, verifier.draws[0])) > FOLLOWED_FROM > verifier.own_error(BF16)
     check = verifier.check(eager, BF16, everywhere=True)
     assert check.passed
-    assert check.choices is not None
-    assert check.choices.startswith("topk (test_followed.py:")
+    assert check.note is not None
+    assert check.note.startswith("topk (test_followed.py:")
 
 
 @pytest.mark.gpu
@@ -262,4 +262,4 @@ def test_a_captured_graph_is_compared_with_its_own_choices(engine: str | None) -
     check = verifier.check(subject.run, lane, everywhere=True)
     assert check.passed, check.reason
     assert check.error < FOLLOWED_FROM
-    assert check.choices is not None
+    assert check.note is not None

@@ -317,3 +317,29 @@ def test_the_limit_has_a_bound_however_wrong_eager_is() -> None:
     verifier, original = verifier_of(Model(noisy, linear=nn.Linear(16, 3)), X)
     assert verifier.own_error(FP32) > FP32.limits.largest
     assert not verifier.check(lambda x: [original(x) * 5], FP32).passed
+
+
+class _Chaotic(nn.Module):
+    """Rounding decides the results: the sine of large numbers, of which few bits are right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Numbers of which float32 knows nothing."""
+        return torch.sin(x.mul(1e9).add(1.0).mul(7.0))
+
+
+@pytest.mark.parametrize(("lane", "passes"), [(FP32, True), (BF16, False)])
+def test_the_bits_of_a_chaotic_original_are_right_in_fp32(lane: Lane, passes: bool) -> None:
+    verifier, _ = verifier_of(_Chaotic(), torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
+    assert verifier.own_error(lane) > 0.1
+    check = verifier.check(verifier.eager(lane), lane, everywhere=True)
+    assert check.passed == passes
+    assert (check.note is not None) == passes
+    if passes:
+        assert "bit for bit" in str(check.note)
+        other = verifier.check(lambda x: [torch.sin(x.mul(7e9).add(7.0))], lane)
+        assert "error" in str(other.reason)
+
+
+def test_the_bits_of_the_original_do_not_outdo_a_users_tolerance() -> None:
+    verifier, _ = verifier_of(_Chaotic(), torch.randn(4, 64), tolerance=1e-2)
+    assert not verifier.check(verifier.eager(FP32), FP32).passed
