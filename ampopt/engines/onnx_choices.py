@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.ir.choices import Choice, Chooser
+from ampopt.ir.graph import copy_of, finish
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.unmarked import array_of
@@ -26,30 +27,23 @@ class OnnxChoices:
 
     Each call makes a session of its own, with the engine's options: what is verified is seldom asked, and
     what is served need not hold the weights again. It has the graph as it was exported, so that it rounds as
-    an engine without rewritten convolutions does.
+    an engine without rewritten convolutions does, but with the places as outputs: an export gives what is
+    inside of a graph other names.
     """
 
-    def __init__(self, program: Program, entered: tuple[Tensor, ...], options: SessionOptions) -> None:
-        """`entered`: the example inputs as the graph takes them."""
-        self._program, self._entered, self._options = program, entered, options
+    def __init__(self, program: Program, options: SessionOptions) -> None:
+        self._program, self._options = program, options
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Choice]:
-        """The choices for inputs of the example's shapes; none where one of them has no name in the model."""
-        import onnx
-
-        proto = onnx.ModelProto.FromString(for_onnx_runtime(plain_model(self._program.graph, self._entered)))
-        choosers = [each for each in Chooser.all_in(record_shapes(self._program)) if each.is_read]
-        results: Any = self._program.graph.graph.output_node().args[0]
-        given = dict(
-            zip([node.name for node in results], [each.name for each in proto.graph.output], strict=True)
-        )
-        names = [given.get(chooser.places, chooser.places) for chooser in choosers]
-        if not {*names} <= {name for node in proto.graph.node for name in node.output}:
+        """The choices for inputs as the graph takes them, of the example's shapes."""
+        module = copy_of(record_shapes(self._program))
+        choosers = [each for each in Chooser.all_in(module) if each.is_read]
+        if not choosers:
             return []
-        for name in {*names} - {*given.values()}:
-            proto.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None))
-        runner = OnnxRunner(proto.SerializeToString(), self._options)
-        arrays = runner(*[array_of(tensor) for tensor in tensors])
-        found = {info.name: array for info, array in zip(runner.outputs, arrays, strict=True)}
-        pairs = zip(choosers, names, strict=True)
-        return [chooser.choice(torch.from_numpy(found[name])) for chooser, name in pairs]
+        nodes, output = {node.name: node for node in module.graph.nodes}, module.graph.output_node()
+        results: Any = output.args[0]
+        output.args = ((*results, *(nodes[chooser.places] for chooser in choosers)),)
+        model = for_onnx_runtime(plain_model(finish(module), tuple(tensors)))
+        arrays = OnnxRunner(model, self._options)(*[array_of(tensor) for tensor in tensors])
+        places = [torch.from_numpy(array) for array in arrays[len(results) :]]
+        return [chooser.choice(each) for chooser, each in zip(choosers, places, strict=True)]

@@ -72,15 +72,19 @@ class Chooser:
 
     @classmethod
     def all_in(cls, graph: fx.GraphModule) -> list[Chooser]:
-        """Those of a graph, after `shapes.record_shapes`, in order; integers are chosen from exactly."""
+        """Those of a graph, after `shapes.record_shapes`, in order; integers are chosen from exactly.
+
+        As in a run, a single value, and where none is taken, makes no choice.
+        """
         found = []
         for node in calls(graph, _KINDS):
             given = arguments(node)
-            if not dtype_of(given["self"]).is_floating_point:
+            shape = shape_of(given["self"])
+            if not dtype_of(given["self"]).is_floating_point or 0 in (len(shape), *shape, given.get("k")):
                 continue
             parts = [each for each in node.users if each.target is operator.getitem and each.args[1] == 1]
             places = node.name if gives_a_tensor(node) else parts[0].name if parts else ""
-            key = _key(node.target, shape_of(given["self"]), given)
+            key = _key(node.target, shape, given)
             found.append(cls(key, where(node), bool(places), places, _keeps_dim(key, given)))
         return found
 
