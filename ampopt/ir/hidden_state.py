@@ -88,18 +88,21 @@ class _Named:
     def held(self) -> dict[str, object]:
         """What each holds now, by what to call it in a message."""
         now: dict[str, object] = {label: own.get(name) for label, own, name in self._variables.values()}
-        kept = {function: _kept_alone(function) for function in self._passed_over}
-        held = {function: function for function in self._functions} | {
-            f: own for f, own in kept.items() if own
+        functions = {f"what {_named(function)} keeps: ": function for function in self._functions}
+        kept = {
+            f"what {_named(function)}, which is not called, keeps: ": own
+            for function in self._passed_over
+            if (own := _kept_alone(function))
         }
-        return now | {
-            f"what {function.__module__}.{function.__qualname__} keeps: ": value
-            for function, value in held.items()
-        }
+        return now | functions | kept
 
     def now(self) -> Moment:
         """All that they hold."""
         return Moment(self.held(), lambda part: isinstance(part, nn.Module), code=False)
+
+
+def _named(function: FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _kept_alone(function: FunctionType) -> dict[str, object]:

@@ -6,6 +6,7 @@ a template, and shows how far it is, by a thread that notes when it wakes. No fo
 
 from __future__ import annotations
 
+import _lsprof
 import _thread
 import contextlib
 import queue
@@ -27,8 +28,8 @@ _OF_UNSEEN = frozenset({"torch._dynamo.eval_frame", "torch.autograd", "concurren
 Autograd has a thread for each GPU, in which it calls a user's own backward functions.
 """
 
-_OF_THREADS = (_thread.LockType, queue.SimpleQueue)
-"""The classes written in C by whose methods one thread waits for another."""
+_OF_OTHERS = (_thread.LockType, queue.SimpleQueue, _lsprof.Profiler)
+"""The classes written in C by whose methods one thread waits for another, or another profiler begins."""
 
 _SETTERS = (sys.setprofile, getattr(sys, "_setprofileallthreads", None))
 """What ends that calls are seen; it may be put back."""
@@ -36,7 +37,7 @@ _SETTERS = (sys.setprofile, getattr(sys, "_setprofileallthreads", None))
 
 def _hands_over(frame: FrameType, what: Any) -> bool:
     """Whether a call of a function written in C leads to code that is not seen."""
-    if isinstance(getattr(what, "__self__", None), _OF_THREADS):
+    if isinstance(getattr(what, "__self__", None), _OF_OTHERS):
         return True
     return what in _SETTERS and frame.f_globals.get("__name__") != asked.__name__
 
