@@ -9,6 +9,7 @@ from __future__ import annotations
 import _lsprof
 import _thread
 import contextlib
+import importlib
 import queue
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,14 +32,17 @@ Autograd has a thread for each GPU, in which it calls a user's own backward func
 _OF_OTHERS = (_thread.LockType, queue.SimpleQueue, _lsprof.Profiler)
 """The classes written in C by whose methods one thread waits for another, or another profiler begins."""
 
+_OF_IMPORTS = importlib._bootstrap.__name__
+"""The module that keeps threads from importing another one twice, which it does by locks."""
+
 _SETTERS = (sys.setprofile, getattr(sys, "_setprofileallthreads", None))
 """What ends that calls are seen; it may be put back."""
 
 
 def _hands_over(frame: FrameType, what: Any) -> bool:
     """Whether a call of a function written in C leads to code that is not seen."""
-    if isinstance(getattr(what, "__self__", None), _OF_OTHERS):
-        return True
+    if issubclass(type(getattr(what, "__self__", None)), _OF_OTHERS):
+        return frame.f_globals.get("__name__") != _OF_IMPORTS
     return what in _SETTERS and frame.f_globals.get("__name__") != asked.__name__
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -326,6 +327,19 @@ def test_a_profiler_of_the_user_s_is_told_of_the_calls_and_stays() -> None:
         sys.setprofile(before)
     assert stays
     assert "run" in told
+
+
+def test_a_call_that_imports_or_logs_hides_nothing(library: ModuleType) -> None:
+    """Which takes locks, but hands nothing to another thread."""
+
+    def imports(body: object) -> int:
+        sys.modules.pop("wave", None)
+        importlib.import_module("wave")
+        logging.getLogger("a_library").warning("imported")
+        return 0
+
+    library.READS["imports"] = [imports]
+    assert _change(library, "imports") is None
 
 
 def test_a_long_function_costs_no_more_than_a_short_one() -> None:
