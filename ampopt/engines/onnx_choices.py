@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
-from ampopt.ir.choices import Choice, Chooser
+from ampopt.ir.choices import Choice, Chooser, give_places
 from ampopt.ir.graph import copy_of, finish
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
@@ -23,7 +23,7 @@ from ampopt.ort.session import OnnxRunner
 
 
 class OnnxChoices:
-    """The choices of a program's graph in ONNX Runtime, of those whose places are read.
+    """The choices of a program's graph in ONNX Runtime, of those that are read and any like these.
 
     Each call makes a session of its own, with the engine's options: what is verified is seldom asked, and
     what is served need not hold the weights again. It has the graph as it was exported, so that it rounds as
@@ -37,9 +37,11 @@ class OnnxChoices:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Choice]:
         """The choices for inputs as the graph takes them, of the example's shapes."""
         module = copy_of(record_shapes(self._program))
-        choosers = [each for each in Chooser.all_in(module) if each.is_read]
-        if not choosers:
+        keys = {each.key for each in Chooser.all_in(module) if each.is_read}
+        if not keys:
             return []
+        give_places(module)  # of several with one key, all are told: others are followed in their order
+        choosers = [each for each in Chooser.all_in(module) if each.key in keys]
         nodes, output = {node.name: node for node in module.graph.nodes}, module.graph.output_node()
         results: Any = output.args[0]
         output.args = ((*results, *(nodes[chooser.places] for chooser in choosers)),)
