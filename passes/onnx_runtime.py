@@ -131,7 +131,7 @@ class OnnxRuntime(Engine):
         chosen = {**options.to_dict(), **dataclasses.asdict(rewrites)}
         session = tuple((name, json.dumps(value)) for name, value in chosen.items())
         if makes_choices(program.graph) and not program.sizes:
-            engine = engine.telling(OnnxChoices.of_graph(program, entered, options))
+            engine = engine.telling(OnnxChoices(program, options))
         changed = program.replace(engine=engine, entry=entry)
         return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, session=session))
 

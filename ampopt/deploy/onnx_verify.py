@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.deploy.portable import autocast_program
-from ampopt.engines.onnx_choices import OnnxChoices
+from ampopt.engines.onnx_choices import FileChoices
 from ampopt.engines.onnx_nan import losing_operators
 from ampopt.ir.capture import Captured
 from ampopt.ir.choices import SeenChoices, makes_choices
@@ -177,7 +177,7 @@ def run_onnx(runner: OnnxRunner | OpenVinoRunner, *tensors: Tensor) -> list[Tens
     return [torch.from_numpy(array).to(device) for array in runner(*arrays)]
 
 
-def _telling(run: Run, choices: OnnxChoices) -> Run:
+def _telling(run: Run, choices: FileChoices) -> Run:
     """A run of a file whose choices are told to who watches it."""
 
     def call(*tensors: Tensor) -> Sequence[Tensor]:
@@ -237,7 +237,7 @@ def verify_onnx(
         used.append(provider)
         run: Run = functools.partial(run_onnx, runner)
         if chooses is not None and makes_choices(chooses.graph):
-            run = _telling(run, OnnxChoices.of_file(chooses, path, runner.options))
+            run = _telling(run, FileChoices(chooses, path, runner.options))
         tally.add(provider, run)
         notes += [] if tally.reasons else _lost_faults(verifiers[0], run, lane, provider, path)
         if provider == CUDA and runner.nodes is not None:

@@ -1,4 +1,4 @@
-"""What a graph chooses in ONNX Runtime, told by a session beside the engine's that gives the places, too.
+"""What a graph or a file chooses in ONNX Runtime, told by a session beside it that gives the places, too.
 
 Correct because nothing depends on it but what verification follows: choices that are not those of the engine
 explain nothing of its outputs, see `measure.followed`.
@@ -6,7 +6,7 @@ explain nothing of its outputs, see `measure.followed`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
-from ampopt.ir.choices import Choice, Chooser
+from ampopt.ir.choices import Choice, Chooser, give_places
+from ampopt.ir.graph import copy_of, finish
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.unmarked import array_of
@@ -23,44 +24,48 @@ from ampopt.ort.session import OnnxRunner
 
 
 class OnnxChoices:
-    """The choices of a program's graph in ONNX Runtime, of those whose places are read.
+    """The choices of a program's graph in ONNX Runtime, of those that are read and any like these.
 
     Each call makes a session of its own, with the engine's options: what is verified is seldom asked, and
-    what is served need not hold the weights again.
+    what is served need not hold the weights again. It has the graph as it was exported, so that it rounds as
+    an engine without rewritten convolutions does, but with the places as outputs: an export gives what is
+    inside of a graph other names.
     """
 
-    def __init__(self, program: Program, model: Callable[[], bytes], options: SessionOptions) -> None:
-        """`model` gives the serialized ONNX model of the graph."""
-        self._program, self._model, self._options = program, model, options
-
-    @classmethod
-    def of_graph(cls, program: Program, entered: tuple[Tensor, ...], options: SessionOptions) -> OnnxChoices:
-        """Those of the graph as it is exported; an engine with rewritten convolutions may round otherwise.
-
-        `entered`: the example inputs as the graph takes them.
-        """
-
-        def model() -> bytes:
-            return for_onnx_runtime(plain_model(program.graph, entered))
-
-        return cls(program, model, options)
-
-    @classmethod
-    def of_file(cls, program: Program, path: Path, options: SessionOptions) -> OnnxChoices:
-        """Those of a file that was made of the program."""
-
-        def model() -> bytes:
-            import onnx
-
-            return bytes(onnx.load(path).SerializeToString())
-
-        return cls(program, model, options)
+    def __init__(self, program: Program, options: SessionOptions) -> None:
+        self._program, self._options = program, options
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Choice]:
-        """The choices for inputs of the example's shapes; none where one of them has no name in the model."""
+        """The choices for inputs as the graph takes them, of the example's shapes."""
+        module = copy_of(record_shapes(self._program))
+        keys = {each.key for each in Chooser.all_in(module) if each.is_read}
+        if not keys:
+            return []
+        give_places(module)  # of several with one key, all are told: others are followed in their order
+        choosers = [each for each in Chooser.all_in(module) if each.key in keys]
+        nodes, output = {node.name: node for node in module.graph.nodes}, module.graph.output_node()
+        results: Any = output.args[0]
+        output.args = ((*results, *(nodes[chooser.places] for chooser in choosers)),)
+        model = for_onnx_runtime(plain_model(finish(module), tuple(tensors)))
+        arrays = OnnxRunner(model, self._options)(*[array_of(tensor) for tensor in tensors])
+        places = [torch.from_numpy(array) for array in arrays[len(results) :]]
+        return [chooser.choice(each) for chooser, each in zip(choosers, places, strict=True)]
+
+
+class FileChoices:
+    """The choices of a file that was made of a program's graph, by the names that an export gives them.
+
+    A session of the file with these as outputs rounds as the file does. None are told where one has no name.
+    """
+
+    def __init__(self, program: Program, path: Path, options: SessionOptions) -> None:
+        self._program, self._path, self._options = program, path, options
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Choice]:
+        """The choices for inputs of the example's shapes, which are converted to the file's dtypes."""
         import onnx
 
-        proto = onnx.ModelProto.FromString(self._model())
+        proto = onnx.load(self._path)
         choosers = [each for each in Chooser.all_in(record_shapes(self._program)) if each.is_read]
         results: Any = self._program.graph.graph.output_node().args[0]
         outputs = [output.name for output in proto.graph.output]
@@ -71,11 +76,9 @@ class OnnxChoices:
         for name in {*names} - {*outputs}:
             proto.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None))
         runner = OnnxRunner(proto.SerializeToString(), self._options)
-        arrays = [array_of(tensor.cpu().contiguous()) for tensor in tensors]
-        given = [
-            array.astype(info.dtype, copy=False) for array, info in zip(arrays, runner.inputs, strict=True)
-        ]
-        found = {info.name: array for info, array in zip(runner.outputs, runner(*given), strict=True)}
+        pairs = zip(tensors, runner.inputs, strict=True)
+        arrays = [array_of(each.cpu().contiguous()).astype(info.dtype, copy=False) for each, info in pairs]
+        found = {info.name: array for info, array in zip(runner.outputs, runner(*arrays), strict=True)}
         return [
             chooser.choice(torch.from_numpy(found[name]))
             for chooser, name in zip(choosers, names, strict=True)

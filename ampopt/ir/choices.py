@@ -55,6 +55,18 @@ def makes_choices(graph: fx.GraphModule) -> bool:
     return any(True for _ in calls(graph, _KINDS))
 
 
+def give_places(graph: fx.GraphModule) -> None:
+    """Let each operator that tells places have a node for these, in place."""
+    for node in calls(graph, _KINDS):
+        if not gives_a_tensor(node) and not _places_of(node):
+            with graph.graph.inserting_after(node):
+                graph.graph.call_function(operator.getitem, (node, 1))
+
+
+def _places_of(node: fx.Node) -> list[fx.Node]:
+    return [each for each in node.users if each.target is operator.getitem and each.args[1] == 1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Chooser:
     """A node of a graph that makes choices, its place in the user's model, and whether places are read."""
@@ -72,15 +84,19 @@ class Chooser:
 
     @classmethod
     def all_in(cls, graph: fx.GraphModule) -> list[Chooser]:
-        """Those of a graph, after `shapes.record_shapes`, in order; integers are chosen from exactly."""
+        """Those of a graph, after `shapes.record_shapes`, in order; integers are chosen from exactly.
+
+        As in a run, a single value, and where none is taken, makes no choice.
+        """
         found = []
         for node in calls(graph, _KINDS):
             given = arguments(node)
-            if not dtype_of(given["self"]).is_floating_point:
+            shape = shape_of(given["self"])
+            if not dtype_of(given["self"]).is_floating_point or 0 in (len(shape), *shape, given.get("k")):
                 continue
-            parts = [each for each in node.users if each.target is operator.getitem and each.args[1] == 1]
+            parts = _places_of(node)
             places = node.name if gives_a_tensor(node) else parts[0].name if parts else ""
-            key = _key(node.target, shape_of(given["self"]), given)
+            key = _key(node.target, shape, given)
             found.append(cls(key, where(node), bool(places), places, _keeps_dim(key, given)))
         return found
 

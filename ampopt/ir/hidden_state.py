@@ -11,6 +11,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ampopt.ir.model_differences import differences, hidden_difference
 from ampopt.ir.moments import Moment, in_words
 from ampopt.ir.numerics import is_rounded
 from ampopt.ir.outside import Code, is_of_a_library, variables_kept
-from ampopt.ir.parts import contents_of, walk
+from ampopt.ir.parts import contents_of, kept_by, walk
 from ampopt.ir.run_code import RunCode
 from ampopt.system.interrupts import check_interrupted
 
@@ -82,18 +83,31 @@ class _Named:
 
     def __init__(self, code: Code) -> None:
         self._functions, self._variables = code.functions, code.variables()
+        self._passed_over = code.passed_over
 
     def held(self) -> dict[str, object]:
         """What each holds now, by what to call it in a message."""
         now: dict[str, object] = {label: own.get(name) for label, own, name in self._variables.values()}
-        return now | {
-            f"what {function.__module__}.{function.__qualname__} keeps: ": function
-            for function in self._functions
+        functions = {f"what {_named(function)} keeps: ": function for function in self._functions}
+        kept = {
+            f"what {_named(function)}, which is not called, keeps: ": own
+            for function in self._passed_over
+            if (own := _kept_alone(function))
         }
+        return now | functions | kept
 
     def now(self) -> Moment:
         """All that they hold."""
         return Moment(self.held(), lambda part: isinstance(part, nn.Module), code=False)
+
+
+def _named(function: FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _kept_alone(function: FunctionType) -> dict[str, object]:
+    """What a function that does not run keeps, but for functions: these run themselves, or do not."""
+    return {step: part for step, part in kept_by(function) if not isinstance(part, FunctionType)}
 
 
 def _holds_one_of_each_thread(value: object) -> bool:

@@ -55,8 +55,8 @@ class Code:
 
     def __init__(self, model: nn.Module, runs: Runs | None = None) -> None:
         """`runs` tells which of the functions to which names lead count; None for all."""
-        self._runs, self.cached = runs, list[Any]()
-        """The second: the functions to which they lead and whose results are cached."""
+        self._runs, self.cached, self.passed_over = runs, list[Any](), list[FunctionType]()
+        """The functions to which they lead and whose results are cached, and those that do not count."""
         self._functions, self._kinds, self._made = dict[FunctionType, None](), dict[type, None](), set[type]()
         self._files = list[ModuleType]()
         self._seen, self._classes, self._names = set[int](), set[type](), {"forward"}
@@ -137,7 +137,10 @@ class Code:
         self._seen.add(id(value))
         self.cached += [value] if isinstance(value, LRU_CACHED) else []
         if isinstance(value, FunctionType):
-            if is_foreign(value) or (self._runs is not None and not self._runs(value)):
+            if is_foreign(value):
+                return []
+            if self._runs is not None and not self._runs(value):
+                self.passed_over.append(value)
                 return []
             self._functions[value] = None
             if (library := self._library_of(value)) is not None:

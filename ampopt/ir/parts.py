@@ -68,7 +68,7 @@ def parts_of(
 
     With `code`, a function has the global variables that it names, and a module the function `forward` of its
     class. With `classes`, an object has its class, and that its attributes. Classes and functions of Python,
-    PyTorch and NumPy have none, nor functions that `runs` tells do not run.
+    PyTorch and NumPy have none; of functions that `runs` tells do not run, others may read what they keep.
     """
     if isinstance(value, _WITHOUT) or is_of_the_process(value):
         return
@@ -78,8 +78,7 @@ def parts_of(
             yield from ((f".{name}", part) for each in bases for name, part in attributes_of_class(each))
         return
     if isinstance(value, types.FunctionType):
-        if runs is None or runs(value):
-            yield from _parts_of_function(value, code)
+        yield from _parts_of_function(value, code) if runs is None or runs(value) else kept_by(value)
         return
     if isinstance(value, _BOUND):
         yield from _bound(value)
@@ -218,13 +217,18 @@ def contents_of(cell: types.CellType) -> list[Any]:
 def _parts_of_function(function: types.FunctionType, code: bool) -> Iterator[Part]:
     named = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((f"<{name}>", part) for name, cell in named for part in contents_of(cell))
-    yield from ((f"<default {i}>", part) for i, part in enumerate(function.__defaults__ or ()))
-    yield from ((f"<{name}>", part) for name, part in (function.__kwdefaults__ or {}).items())
-    yield from ((f".{name}", part) for name, part in list(vars(function).items()))
+    yield from kept_by(function)
     if code and not is_foreign(function):
         for name in sorted(names_in(function.__code__)):
             if name in function.__globals__:
                 yield f"<global {name}>", function.__globals__[name]
+
+
+def kept_by(function: types.FunctionType) -> Iterator[Part]:
+    """What a function keeps where others find it without a call: its defaults and its attributes."""
+    yield from ((f"<default {i}>", part) for i, part in enumerate(function.__defaults__ or ()))
+    yield from ((f"<{name}>", part) for name, part in (function.__kwdefaults__ or {}).items())
+    yield from ((f".{name}", part) for name, part in list(vars(function).items()))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,7 +6,11 @@ a template, and shows how far it is, by a thread that notes when it wakes. No fo
 
 from __future__ import annotations
 
+import _lsprof
+import _thread
 import contextlib
+import importlib
+import queue
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, FunctionType
@@ -14,12 +18,32 @@ from typing import Any
 
 from torch import nn
 
+from ampopt.ir import asked
 from ampopt.ir.asked import is_profiled, watching_calls
 from ampopt.ir.outside import Code, is_installed
 from ampopt.ir.parts import is_foreign, walk
 
-_OF_COMPILED = "torch._dynamo.eval_frame"
-"""The module whose code calls what `torch.compile` makes: functions inside of that are not seen to run."""
+_OF_UNSEEN = frozenset({"torch._dynamo.eval_frame", "torch.autograd", "concurrent.futures.thread", "queue"})
+"""The modules whose code calls what is not seen to run: inside of what is compiled, or in another thread.
+
+Autograd has a thread for each GPU, in which it calls a user's own backward functions.
+"""
+
+_OF_OTHERS = (_thread.LockType, queue.SimpleQueue, _lsprof.Profiler)
+"""The classes written in C by whose methods one thread waits for another, or another profiler begins."""
+
+_OF_IMPORTS = importlib._bootstrap.__name__
+"""The module that keeps threads from importing another one twice, which it does by locks."""
+
+_SETTERS = (sys.setprofile, getattr(sys, "_setprofileallthreads", None))
+"""What ends that calls are seen; it may be put back."""
+
+
+def _hands_over(frame: FrameType, what: Any) -> bool:
+    """Whether a call of a function written in C leads to code that is not seen."""
+    if issubclass(type(getattr(what, "__self__", None)), _OF_OTHERS):
+        return frame.f_globals.get("__name__") != _OF_IMPORTS
+    return what in _SETTERS and frame.f_globals.get("__name__") != asked.__name__
 
 
 class RunCode:
@@ -33,18 +57,23 @@ class RunCode:
 
     def __init__(self) -> None:
         self._all, self._counted = is_profiled(), frozenset[CodeType]()
-        self._ran, self._passed_over, self._is_seen = set[CodeType](), set[CodeType](), True
+        self._noted, self._is_seen = dict[int, CodeType](), True
+        """The first: by identity, as the hash of a code object takes all of its bytes."""
+        self._passed_over = set[CodeType]()
         self._no_librarys = dict[str, bool]()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Within the block, note what this thread runs; who was told of its calls is told of them, too."""
-        before = sys.getprofile()
+        before, ran = sys.getprofile(), self._noted
 
         def watch(frame: FrameType, event: Any, what: Any) -> None:
             if event == "call":
-                self._ran.add(frame.f_code)
-                self._is_seen &= frame.f_globals.get("__name__") != _OF_COMPILED
+                if id(frame.f_code) not in ran:
+                    ran[id(frame.f_code)] = frame.f_code
+                    self._is_seen &= str(frame.f_globals.get("__name__")) not in _OF_UNSEEN
+            elif event == "c_call" and _hands_over(frame, what):
+                self._is_seen = False
             if before is not None:
                 before(frame, event, what)
 
@@ -53,6 +82,10 @@ class RunCode:
                 yield
             finally:
                 self._is_seen &= sys.getprofile() is watch  # else the model's own code has set another
+
+    @property
+    def _ran(self) -> set[CodeType]:
+        return {*self._noted.values()}
 
     def counts(self, function: FunctionType) -> bool:
         """Whether what a function reaches matters, as far as `learn` has told."""

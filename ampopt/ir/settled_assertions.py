@@ -5,8 +5,9 @@ are queries. An export cannot tell the numbers of such tensors, so that it leave
 which would then seem to hold for some inputs only.
 
 Correct because: what is computed from constants of the graph, by operators that are no random ones, and in
-memory that nothing else writes to, is the same in every call. It is computed here once, and only what holds
-is taken out. Weights count as inputs: their values may be exchanged.
+memory that nothing else writes to, is the same in every call. It is computed here, and only what holds is
+taken out. What memory holds that nothing has written to may be anything: all is computed again with the
+largest numbers there, or NaN, and with the least. Weights count as inputs: their values may be exchanged.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ _ON_NUMBERS: set[Callable[..., Any]] = {
 _OF_A_TRUTH = "cast_symbool_to_symint_guardless"
 """The name of PyTorch 2.11's function that makes 0 or 1 of a truth; its module takes a second to load."""
 
+_UNWRITTEN = {
+    *(
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.empty_permuted.default,
+    ),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+}
+"""Operators that give memory as it is."""
+
 _BOUNDS = {aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
 
 
@@ -70,7 +82,7 @@ class _Constants:
             if spec.kind is InputKind.CONSTANT_TENSOR
         }
         self._nodes = set(self._constant())
-        self._values: dict[fx.Node, Any] | None = None
+        self._values: list[dict[fx.Node, Any]] | None = None
 
     def holds(self, condition: Any) -> bool:
         """Whether a condition is true in every call; False where it is not known."""
@@ -79,8 +91,8 @@ class _Constants:
         if condition not in self._nodes:
             return False
         if self._values is None:
-            self._values = dict(self._computed())
-        return bool(self._values.get(condition, False))
+            self._values = [dict(self._computed(is_largest)) for is_largest in (True, False)]
+        return all(bool(values.get(condition, False)) for values in self._values)
 
     def _constant(self) -> Iterator[fx.Node]:
         """The nodes that no input decides, under any alias of their memory."""
@@ -110,12 +122,17 @@ class _Constants:
             return not is_known or draws_random_numbers(node)
         return node.target not in _ON_NUMBERS and getattr(node.target, "__name__", None) != _OF_A_TRUTH
 
-    def _computed(self) -> Iterator[tuple[fx.Node, Any]]:
-        """The values of constant nodes, computed in their order; of none that is after an error."""
+    def _computed(self, is_largest: bool) -> Iterator[tuple[fx.Node, Any]]:
+        """The values of constant nodes, computed in their order; of none that is after an error.
+
+        `is_largest` tells what memory holds that nothing has written to.
+        """
         values: dict[fx.Node, Any] = {}
         for node in (each for each in self._graph.nodes if each in self._nodes and each.op != "output"):
             try:
                 values[node] = self._value(node, values)
+                if node.target in _UNWRITTEN:
+                    _fill(values[node], is_largest)
             except Exception as error:  # an assertion that does not hold, perhaps
                 check_interrupted(error)
                 logger.debug("ampopt: an assertion stays in the graph: %s", first_line(error))
@@ -130,6 +147,16 @@ class _Constants:
         assert callable(node.target)
         with torch.no_grad():
             return node.target(*args, **kwargs)
+
+
+def _fill(tensor: Tensor, is_largest: bool) -> None:
+    if tensor.dtype is torch.bool:
+        tensor.fill_(is_largest)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(torch.nan if is_largest else -torch.inf)
+    else:
+        bounds = torch.iinfo(tensor.dtype)
+        tensor.fill_(bounds.max if is_largest else bounds.min)
 
 
 def _erase_unread(node: fx.Node) -> None:

@@ -82,12 +82,21 @@ def notes_on(verifier: Verifier) -> list[str]:
         )
         if is_same or is_nothing:
             suspects[index] = pairs[0] if pairs else (0,)
-    if suspects:
-        try:
-            notes += _Suspects(captured.program, suspects, inputs, captured.initial_state).notes()
-        except Exception as error:  # an operator that knows no float64: nothing is certain
-            check_interrupted(error)
-    return notes
+    return notes + _confirmed(captured.program, suspects, inputs, captured.initial_state)
+
+
+def _confirmed(
+    program: Program, draws: Mapping[int, tuple[int, ...]], inputs: Sequence[Tensors], state: Tensors
+) -> list[str]:
+    """The notes on outputs that are confirmed, see `_Suspects`: together, or where that fails one by one."""
+    if not draws:
+        return []
+    try:
+        return _Suspects(program, draws, inputs, state).notes()
+    except Exception as error:  # an operator that knows no float64: of its output nothing is certain
+        check_interrupted(error)
+    one_by_one = [{index: pair} for index, pair in draws.items()] if len(draws) > 1 else []
+    return [note for one in one_by_one for note in _confirmed(program, one, inputs, state)]
 
 
 class _Suspects:

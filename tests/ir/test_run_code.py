@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,13 @@ X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 LIBRARY = '''
 """A library, by whose names everything reaches a progress bar's monitor, which notes when it wakes."""
+import concurrent.futures
 import contextlib
+import cProfile
 import functools
+import queue
+import sys
+import threading
 import torch
 from torch import nn
 
@@ -114,9 +120,46 @@ class Net(nn.Module):
         return y * 2 if y.sum().item() > 1e9 else y
 
 def unseen(body):
-    import sys
     sys.setprofile(None)
     return upload()
+
+def unseen_for_a_while(body):
+    before = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        return upload()
+    finally:
+        sys.setprofile(before)
+
+def unseen_beside_another(body):
+    before, own = sys.getprofile(), cProfile.Profile()
+    try:
+        return own.runcall(upload)
+    finally:
+        sys.setprofile(before)
+
+pool = concurrent.futures.ThreadPoolExecutor(1)
+
+def in_a_pool(body):
+    return pool.submit(upload).result()
+
+def in_a_thread(body):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(upload()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+def in_a_thread_that_waits(body):
+    asked, told = queue.SimpleQueue(), queue.SimpleQueue()
+    threading.Thread(target=lambda: told.put(asked.get() + upload())).start()
+    asked.put(0)
+    return told.get()
+
+def never_called(first=Bar.monitor):
+    pass
+
+never_called.monitor = Bar.monitor
 
 READS = {
     "nothing": [lambda body: 0],
@@ -128,6 +171,14 @@ READS = {
     "a method with a decorator": [lambda body: body.config.last()],
     "a function whose result is cached": [lambda body: shared().woken],
     "in unseen calls": [unseen],
+    "in calls that are unseen for a while": [unseen_for_a_while],
+    "in calls that another profiler sees": [unseen_beside_another],
+    "in a pool": [in_a_pool],
+    "in a thread": [in_a_thread],
+    "in a thread that waits": [in_a_thread_that_waits],
+    "in functions called in C": [lambda body: sum(map(lambda _: upload(), [0]))],
+    "an attribute of a function": [lambda body: never_called.monitor.woken],
+    "a default of a function": [lambda body: never_called.__defaults__[0].woken],
     "what it sets once": [sets_once],
     "in what is no part of compiled code": [torch.compiler.disable(lambda body: upload())],
 }
@@ -153,6 +204,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 READS = [
     *("a global", "a function", "a method", "a property", "a method with a decorator"),
     *("a function whose result is cached", "in unseen calls", "in what is no part of compiled code"),
+    *("in calls that are unseen for a while", "in a pool", "in a thread", "in a thread that waits"),
+    *("in calls that another profiler sees", "in functions called in C"),
+    *("an attribute of a function", "a default of a function"),
 ]
 
 
@@ -272,3 +326,16 @@ def test_a_profiler_of_the_user_s_is_told_of_the_calls_and_stays() -> None:
         sys.setprofile(before)
     assert stays
     assert "run" in told
+
+
+def test_a_call_that_imports_or_logs_hides_nothing(library: ModuleType) -> None:
+    """Which takes locks, but hands nothing to another thread."""
+
+    def imports(body: object) -> int:
+        sys.modules.pop("wave", None)
+        importlib.import_module("wave")
+        logging.getLogger("a_library").warning("imported")
+        return 0
+
+    library.READS["imports"] = [imports]
+    assert _change(library, "imports") is None

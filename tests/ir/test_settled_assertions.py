@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ampopt.errors import CaptureError
 from ampopt.ir.capture import capture
 from ampopt.ir.graph import aten, calls
+from ampopt.ir.settled_assertions import settle_assertions
 from tests.helpers import Model
 
 REFUSED = r"would hold only where|cannot be lowered"
@@ -90,6 +91,20 @@ def _written_through_a_view(x: Tensor) -> Tensor:
     return x * 2
 
 
+def _of_unwritten_memory(x: Tensor) -> Tensor:
+    sizes = torch.empty((2, 2))
+    sizes[0] = 1.0
+    _all(sizes == sizes)  # which NaN is not
+    return x * 2
+
+
+def _of_what_is_not_written(x: Tensor) -> Tensor:
+    sizes = torch.empty((2, 2), dtype=torch.long)
+    sizes[0] = 1
+    _all(sizes < 2**62)
+    return x * 2
+
+
 def _stays_asserted(model: nn.Module) -> bool:
     """Whether the capture is refused, as PyTorch 2.14 lets it be, or its graph asserts, as 2.11's does."""
     try:
@@ -97,6 +112,14 @@ def _stays_asserted(model: nn.Module) -> bool:
     except CaptureError as refused:
         return re.search(REFUSED, str(refused)) is not None
     return bool(list(calls(graph, [aten._assert_scalar.default])))
+
+
+@pytest.mark.parametrize("function", [_of_unwritten_memory, _of_what_is_not_written])
+def test_what_unwritten_memory_decides_is_kept(function: Callable[[Tensor], Tensor]) -> None:
+    """It may hold anything in another call."""
+    exported = torch.export.export(Model(lambda _, x: function(x)), (X,), strict=False)
+    settle_assertions(exported)
+    assert list(calls(exported.graph_module, [aten._assert_scalar.default]))
 
 
 @pytest.mark.parametrize("function", [_of_the_input, _written_from_the_input, _written_through_a_view])

@@ -10,6 +10,9 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from ampopt.ir.beside import exact_outputs
+from ampopt.ir.program import Program
+from ampopt.measure import degenerate
 from ampopt.measure.degenerate import notes_on
 from ampopt.measure.verify import Verifier
 from tests.helpers import Model, several_kinds
@@ -91,6 +94,36 @@ def test_a_classifier_that_is_merely_sure_of_itself_is_not_named(end: str) -> No
 def test_a_classifier_that_is_the_same_for_every_input_is_named() -> None:
     (note,) = notes(nn.Sequential(_with_bias(0.0), nn.Softmax(-1)), torch.randn(2, 8))
     assert "hardly depends on the input" in note
+
+
+SEVERAL: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda m, x: m.faint(x),
+    lambda m, x: m.linear(x),
+    lambda m, x: m.linear(x) * 1e-12,
+    lambda m, x: m.constant(x).softmax(-1),
+]
+
+
+@pytest.mark.parametrize("fails_together", [False, True])
+def test_several_outputs_have_the_notes_that_each_has_alone(
+    fails_together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one of them has an operator that knows no float64, so that not all are computed at once."""
+    parts = {"faint": _with_bias(1e-8), "constant": _with_bias(0.0), "linear": nn.Linear(8, 4)}
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    expected = list[str]()
+    for index, part in enumerate(SEVERAL):
+        found = notes(Model(part, **parts), x)
+        expected += [note.replace("output 0", f"output {index}") for note in found]
+
+    def exact(program: Program, tensors: Any) -> list[Tensor]:
+        if fails_together and len(program.exit) > 1:
+            raise NotImplementedError("no float64")
+        return exact_outputs(program, tensors)
+
+    monkeypatch.setattr(degenerate, "exact_outputs", exact)
+    assert len(expected) == 3
+    assert notes(Model(lambda m, x: [part(m, x) for part in SEVERAL], **parts), x) == expected
 
 
 def test_outputs_that_no_input_reaches_and_integers_are_nobodys_business() -> None:
