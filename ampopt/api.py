@@ -108,8 +108,9 @@ def optimize(
         tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
             multiple of eager's own error in the same precision, and at most 1e-2 for a lane that "auto"
             chooses; or at most twice the error that the model itself has where the process lets it round to
-            TF32, as PyTorch's default lets convolutions on a GPU, up to 0.2. With a tolerance, FP32 may also
-            use TF32 if the error stays within it.
+            TF32, as PyTorch's default lets convolutions on a GPU, up to 0.2. Where `topk` and its like take
+            other places that are as good, the error is against the model that takes the same. With a
+            tolerance, it is against the model's own choices, and FP32 may also use TF32 within it.
         metric: your own distance instead, `metric(outputs, original_outputs) -> float`, 0 or more; at most
             `tolerance` (None: 0) is accepted.
         budget_s: time limit in seconds for everything, including capture and verification. The search ends
