@@ -12,7 +12,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -41,13 +41,20 @@ _ORDERS = {"topk", "sort", "stable sort"}
 _FIRST_OF_EQUAL = {"stable sort", "max", "min"}
 """Of equal values these take the first, as PyTorch documents; the order of others is open."""
 
-_ASKED = ("k", "largest", "sorted", "descending")
-
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Key = tuple[Any, ...]
-"""What an operator is asked that tells places: its kind, the shape, the dimension, the number, the order."""
+
+class Key(NamedTuple):
+    """What an operator is asked that tells places; what it does not take is None."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dim: int | None
+    k: int | None
+    largest: bool | None
+    sorted: bool | None
+    descending: bool | None
 
 
 def makes_choices(graph: fx.GraphModule) -> bool:
@@ -80,7 +87,7 @@ class Chooser:
 
     def choice(self, places: Tensor) -> Choice:
         """Its choice, of places as its node gives them."""
-        return Choice(self.key, _in_rows(places, self.key[2], keeps_dim=self.keeps_dim))
+        return Choice(self.key, _in_rows(places, self.key.dim, keeps_dim=self.keeps_dim))
 
     @classmethod
     def all_in(cls, graph: fx.GraphModule) -> list[Chooser]:
@@ -102,7 +109,7 @@ class Chooser:
 
 
 def _keeps_dim(key: Key, given: Mapping[str, Any]) -> bool:
-    return key[0] in _ORDERS or bool(given.get("keepdim"))
+    return key.kind in _ORDERS or bool(given.get("keepdim"))
 
 
 def _in_rows(places: Tensor, dim: int | None, *, keeps_dim: bool) -> Tensor:
@@ -117,7 +124,7 @@ def _key(target: Any, shape: Sequence[int], given: Mapping[str, Any]) -> Key:
     if kind == "stable sort" and not given["stable"]:
         kind = "sort"
     dim = None if dim is None else dim % max(len(shape), 1)
-    return kind, tuple(shape), dim, *(given.get(name) for name in _ASKED)
+    return Key(kind, tuple(shape), dim, *(given.get(name) for name in Key._fields[3:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +142,7 @@ class Choice:
     @property
     def is_order(self) -> bool:
         """Whether it takes several places of a row, each once."""
-        return self.key[0] in _ORDERS
+        return self.key.kind in _ORDERS
 
 
 _watching: ContextVar[SeenChoices | None] = ContextVar("watching", default=None)
@@ -227,7 +234,7 @@ class Follow:
         return max(relative_error(self._ranked(each), self._ranked(self.own)) for each in seen)
 
     def _ranked(self, values: Tensor) -> Tensor:
-        is_in_order = self.key[0] != "topk" or self.key[5]
+        is_in_order = self.key.kind != "topk" or bool(self.key.sorted)
         return values if is_in_order else values.sort(dim=-1).values
 
 
@@ -284,7 +291,7 @@ def _is_proper(choice: Choice, rows: Tensor, places: Tensor, values: Tensor, own
     """Whether an order has each place once, and the first of equal values is taken where that is defined."""
     if choice.is_order and bool((places.sort(dim=-1).values.diff(dim=-1) == 0).any()):
         return False
-    if choice.key[0] not in _FIRST_OF_EQUAL:
+    if choice.key.kind not in _FIRST_OF_EQUAL:
         return True
     if choice.is_order:
         return not bool(((values.diff(dim=-1) == 0) & (places.diff(dim=-1) < 0)).any())
@@ -316,7 +323,7 @@ class _Call:
         dim = given["dim"]
         rows = values.reshape(-1) if dim is None else values.movedim(dim, -1)
         key = _key(func, values.shape, given)
-        return cls(key, rows, key[2], _keeps_dim(key, given))
+        return cls(key, rows, key.dim, _keeps_dim(key, given))
 
     def places(self, result: Any) -> Tensor:
         """The places in a result, with the dimension last."""

@@ -208,7 +208,7 @@ class Following:
             (follow, chooser) for follow, chooser in pairs if chooser is None or chooser.is_read
         ] or pairs
         most, chooser = max(pairs, key=lambda pair: pair[0].moved)
-        place = chooser.where if chooser is not None else most.key[0]
+        place = chooser.where if chooser is not None else most.key.kind
         roundings = next(each.roundings for each in own.follows if each.number == most.number)
         rounding = roundings.largest if roundings is not None else 0.0
         others, count = most.others, most.places.numel()
