@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ampopt.errors import first_line
 from ampopt.ir.choice_roundings import differences, distance
 from ampopt.ir.choices import (
     Choice,
@@ -45,6 +47,8 @@ from ampopt.ir.shapes import record_shapes
 from ampopt.measure.draws import Draw
 from ampopt.measure.original import HasOperators, Original, Run
 from ampopt.system.interrupts import check_interrupted
+
+logger = logging.getLogger("ampopt")
 
 FOLLOWED_FROM = 1e-2
 """Largest error of an output that is told as it is: that which `precision="auto"` accepts, see `Limits`."""
@@ -170,6 +174,7 @@ class Following:
             reference = self._original.reference_within(draw, mode)
         except Exception as error:  # places that the original cannot compute with
             check_interrupted(error)
+            logger.debug("ampopt: choices are not followed: %s", first_line(error))
             return None
         if not mode.is_done or not all(follow.is_valid for follow in mode.follows):
             return None
