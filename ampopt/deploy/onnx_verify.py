@@ -18,7 +18,7 @@ from ampopt.deploy.portable import autocast_program
 from ampopt.engines.onnx_choices import FileChoices
 from ampopt.engines.onnx_nan import losing_operators
 from ampopt.ir.capture import Captured
-from ampopt.ir.choices import SeenChoices, makes_choices
+from ampopt.ir.choices import SeenChoices, kept_to_tell, makes_choices
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
@@ -131,8 +131,10 @@ class OnnxVerifier(Verifier):
     def outputs(self, run: Run, lane: Lane, names: Sequence[str], provider: str) -> list[OutputCheck]:
         """For each output the draw with the largest error relative to its limit."""
         worst: dict[str, OutputCheck] = {}
-        for draw in (*self.draws, *self.range_draws(lane)):
-            for index, error, limit in self.judged(run, lane, draw).found:
+        with kept_to_tell():
+            judged = [(draw, self.judged(run, lane, draw)) for draw in (*self.draws, *self.range_draws(lane))]
+        for draw, each in judged:
+            for index, error, limit in each.found:
                 name, own = names[index], self.own_errors(lane, draw)[index]
                 check = OutputCheck(name, provider, error, own, limit, draw.name)
                 if name not in worst or not _excess(check) <= _excess(worst[name]):

@@ -6,6 +6,7 @@ explain nothing of its outputs, see `measure.followed`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
-from ampopt.ir.choices import Choice, Chooser, give_places
+from ampopt.ir.choices import Choice, Chooser, give_places, made_to_tell
 from ampopt.ir.graph import copy_of, finish
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
@@ -26,10 +27,10 @@ from ampopt.ort.session import OnnxRunner
 class OnnxChoices:
     """The choices of a program's graph in ONNX Runtime, of those that are read and any like these.
 
-    Each call makes a session of its own, with the engine's options: what is verified is seldom asked, and
-    what is served need not hold the weights again. It has the graph as it was exported, so that it rounds as
-    an engine without rewritten convolutions does, but with the places as outputs: an export gives what is
-    inside of a graph other names.
+    A session of its own is made for a verification, with the engine's options: what is verified is seldom
+    asked, and what is served need not hold the weights again. It has the graph as it was exported, so that it
+    rounds as an engine without rewritten convolutions does, but with the places as outputs: an export gives
+    what is inside of a graph other names.
     """
 
     def __init__(self, program: Program, options: SessionOptions) -> None:
@@ -37,19 +38,26 @@ class OnnxChoices:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Choice]:
         """The choices for inputs as the graph takes them, of the example's shapes."""
+        runner, choosers = made_to_tell(self, functools.partial(self._session, tuple(tensors)))
+        if runner is None:
+            return []
+        arrays = runner(*[array_of(tensor) for tensor in tensors])
+        places = [torch.from_numpy(array) for array in arrays[len(arrays) - len(choosers) :]]
+        return [chooser.choice(each) for chooser, each in zip(choosers, places, strict=True)]
+
+    def _session(self, tensors: tuple[Tensor, ...]) -> tuple[OnnxRunner | None, list[Chooser]]:
+        """A session whose last outputs are the places of these; None where none is read."""
         module = copy_of(record_shapes(self._program))
         keys = {each.key for each in Chooser.all_in(module) if each.is_read}
         if not keys:
-            return []
+            return None, []
         give_places(module)  # of several with one key, all are told: others are followed in their order
         choosers = [each for each in Chooser.all_in(module) if each.key in keys]
         nodes, output = {node.name: node for node in module.graph.nodes}, module.graph.output_node()
         results: Any = output.args[0]
         output.args = ((*results, *(nodes[chooser.places] for chooser in choosers)),)
-        model = for_onnx_runtime(plain_model(finish(module), tuple(tensors)))
-        arrays = OnnxRunner(model, self._options)(*[array_of(tensor) for tensor in tensors])
-        places = [torch.from_numpy(array) for array in arrays[len(results) :]]
-        return [chooser.choice(each) for chooser, each in zip(choosers, places, strict=True)]
+        model = for_onnx_runtime(plain_model(finish(module), tensors))
+        return OnnxRunner(model, self._options), choosers
 
 
 class FileChoices:
@@ -63,6 +71,16 @@ class FileChoices:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Choice]:
         """The choices for inputs of the example's shapes, which are converted to the file's dtypes."""
+        runner, named = made_to_tell(self, self._session)
+        if runner is None:
+            return []
+        pairs = zip(tensors, runner.inputs, strict=True)
+        arrays = [array_of(each.cpu().contiguous()).astype(info.dtype, copy=False) for each, info in pairs]
+        found = {info.name: array for info, array in zip(runner.outputs, runner(*arrays), strict=True)}
+        return [chooser.choice(torch.from_numpy(found[name])) for name, chooser in named]
+
+    def _session(self) -> tuple[OnnxRunner | None, list[tuple[str, Chooser]]]:
+        """A session with the places of these as outputs, by name; None where one has none."""
         import onnx
 
         proto = onnx.load(self._path)
@@ -72,14 +90,7 @@ class FileChoices:
         as_output = dict(zip([node.name for node in results], outputs, strict=True))
         names = [as_output.get(chooser.places, chooser.places) for chooser in choosers]
         if not {*names} <= {name for node in proto.graph.node for name in node.output}:
-            return []
+            return None, []
         for name in {*names} - {*outputs}:
             proto.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None))
-        runner = OnnxRunner(proto.SerializeToString(), self._options)
-        pairs = zip(tensors, runner.inputs, strict=True)
-        arrays = [array_of(each.cpu().contiguous()).astype(info.dtype, copy=False) for each, info in pairs]
-        found = {info.name: array for info, array in zip(runner.outputs, runner(*arrays), strict=True)}
-        return [
-            chooser.choice(torch.from_numpy(found[name]))
-            for chooser, name in zip(choosers, names, strict=True)
-        ]
+        return OnnxRunner(proto.SerializeToString(), self._options), list(zip(names, choosers, strict=True))

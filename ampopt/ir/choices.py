@@ -8,11 +8,12 @@ where these are as good: see `measure.followed`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -43,6 +44,9 @@ _FIRST_OF_EQUAL = {"stable sort", "max", "min"}
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+T = TypeVar("T")
 
 
 class Key(NamedTuple):
@@ -143,6 +147,30 @@ class Choice:
     def is_order(self) -> bool:
         """Whether it takes several places of a row, each once."""
         return self.key.kind in _ORDERS
+
+
+_kept: ContextVar[dict[int, Any] | None] = ContextVar("kept", default=None)
+
+
+@contextlib.contextmanager
+def kept_to_tell() -> Iterator[None]:
+    """Within the block, what engines make to tell their choices is kept, and freed at its end."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def made_to_tell(owner: object, make: Callable[[], T]) -> T:
+    """What an engine tells its choices by: made now, or, within `kept_to_tell`, for the same owner before."""
+    kept = _kept.get()
+    if kept is None:
+        return make()
+    if id(owner) not in kept:
+        kept[id(owner)] = owner, make()  # the owner lives as long, so that no other has its identity
+    made: T = kept[id(owner)][1]
+    return made
 
 
 _watching: ContextVar[SeenChoices | None] = ContextVar("watching", default=None)

@@ -137,14 +137,14 @@ class Following:
         """`usual`: the example, and random inputs like it."""
         self._original, self._usual, self._errors = original, usual, errors
         self._eager: dict[tuple[Lane, str], Followed | None] = {}
-        self._applies = makes_choices(original.captured.program.graph)
+        self.applies = makes_choices(original.captured.program.graph)
 
     def followed(self, run: Run, draw: Draw) -> Followed | None:
         """The errors of a run; None where it makes no choices, or the original cannot make them.
 
         Its outputs are those of a call that nothing watches: compiled code may be another in a mode.
         """
-        if not self._applies:
+        if not self.applies:
             return None
         seen = run.by_operators if isinstance(run, HasOperators) else run
         _, choices = seen_in(lambda: self._original.steps(seen, draw))
@@ -152,7 +152,7 @@ class Following:
 
     def eager(self, lane: Lane, draw: Draw) -> Followed | None:
         """Eager in a lane, with how far it rounds what it chooses from."""
-        if not self._applies:
+        if not self.applies:
             return None
         if (lane, draw.name) not in self._eager:
             run = self._original.eager(lane)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ampopt.errors import InputError, first_line
 from ampopt.ir.capture import Captured
+from ampopt.ir.choices import kept_to_tell
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.numerics import Check
@@ -88,10 +89,13 @@ class Verifier(OwnErrors):
     def settling_s(self, call_s: float) -> float:
         """Seconds to verify a first program outside of the examples' range, as far as known.
 
-        The references, eager, whose calls take `call_s`, and the program run on each draw.
+        The references, eager, whose calls take `call_s`, and the program run on each draw; where a program
+        may choose otherwise, both of them and a reference of each once more outside of the range.
         """
-        draws = [*self.all_range_draws, *self._faults_elsewhere]
-        return sum(self.exact_s + 2 * call_s * len(draw.calls) for draw in draws)
+        far, elsewhere = self.all_range_draws, self._faults_elsewhere
+        often = 3 if self.follows and self.following.applies else 1
+        runs = [(often, draw) for draw in far] + [(1, draw) for draw in elsewhere]
+        return sum(n * self.exact_s + min(n, 2) * 2 * call_s * len(draw.calls) for n, draw in runs)
 
     def check(self, run: Run, lane: Lane, *, everywhere: bool = False, static: bool = False) -> Check:
         """Verify a function of flat tensors as a program of the lane.
@@ -103,7 +107,8 @@ class Verifier(OwnErrors):
         """
         watched = Watched(run, static=static)
         try:
-            found = self._check_values(watched, lane, everywhere=everywhere)
+            with kept_to_tell():
+                found = self._check_values(watched, lane, everywhere=everywhere)
         except Exception as error:
             is_own, watched.error = error is watched.error, None  # a cycle would keep its tensors
             if not everywhere or not is_own:
@@ -192,10 +197,11 @@ class Verifier(OwnErrors):
     def output_errors(self, run: Run, lane: Lane, draw: Draw) -> list[tuple[float, float]]:
         """The error of each output on a draw, and eager's own in the lane, as they are told: see `judged`."""
         errors, own = self.errors(run, draw), self.own_errors(lane, draw)
-        if self.judged(run, lane, draw).is_followed:
-            followed, eager = self.following.followed(run, draw), self.following.own(lane, draw)
-            if followed is not None and eager is not None:
-                errors, own = followed.errors, eager.errors
+        with kept_to_tell():
+            if self.judged(run, lane, draw).is_followed:
+                followed, eager = self.following.followed(run, draw), self.following.own(lane, draw)
+                if followed is not None and eager is not None:
+                    errors, own = followed.errors, eager.errors
         return list(zip(errors, own, strict=True))
 
     def check_metric(self, run: Run) -> Check:

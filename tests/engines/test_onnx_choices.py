@@ -155,3 +155,22 @@ def test_a_right_engine_may_take_others_of_equal_scores_and_a_wrong_one_may_not(
         return [each * 1.01 for each in told.run(*tensors)]
 
     assert not verifier.check(wrong, FP32, everywhere=True).passed
+
+
+def test_one_session_tells_of_a_whole_verification_and_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    verifier, _ = verifier_of(Model(_of_equal_scores, head=torch.nn.Linear(16, 4)), torch.randn(4, 40, 16))
+    program = verifier.captured.program
+    run = program.replace(engine=_engine(program, tells=True)).run
+    made = list[weakref.ref[Any]]()
+
+    class Counted(OnnxRunner):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("ampopt.engines.onnx_choices.OnnxRunner", Counted)
+    assert verifier.check(run, FP32, everywhere=True).note is not None
+    assert len(made) == 1
+    gc.collect()
+    assert made[0]() is None
