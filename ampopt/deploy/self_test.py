@@ -107,12 +107,13 @@ def pass_test(program: Program, test: SelfTest) -> None:
 
 def _advice(program: Program) -> str:
     """What to do about a program that does not pass."""
+    larger = f"optimize with a larger {argument('tolerance=')}"
     if program.lane.is_mixed and makes_choices(program.graph):
         return (
-            f"the model takes the places of the largest values, which in {program.lane.name} are others, and "
-            f"a self-test holds one result: {argument('precision', FP32.name)} makes what can be saved"
+            f"{larger}, or with {argument('precision', FP32.name)}: the model takes the places of the "
+            f"largest values, which may be others in {program.lane.name}, and a self-test holds one result"
         )
-    return f"optimize with a larger {argument('tolerance=')} to accept that"
+    return f"{larger} to accept that"
 
 
 def _shapes(test: SelfTest) -> str:

@@ -146,18 +146,18 @@ class Following:
         """
         if not self.applies:
             return None
-        seen = run.by_operators if isinstance(run, HasOperators) else run
-        _, choices = seen_in(lambda: self._original.steps(seen, draw))
-        return self._against(self._original.steps(run, draw), choices, draw) if choices else None
+        seen = self._seen(run.by_operators if isinstance(run, HasOperators) else run, draw)
+        if seen is None or not seen[1]:
+            return None
+        return self._against(self._original.steps(run, draw), seen[1], draw)
 
     def eager(self, lane: Lane, draw: Draw) -> Followed | None:
         """Eager in a lane, with how far it rounds what it chooses from."""
         if not self.applies:
             return None
         if (lane, draw.name) not in self._eager:
-            run = self._original.eager(lane)
-            outputs, choices = seen_in(lambda: self._original.steps(run, draw), with_rows=True)
-            self._eager[lane, draw.name] = self._against(outputs, choices, draw)
+            seen = self._seen(self._original.eager(lane), draw, with_rows=True)
+            self._eager[lane, draw.name] = None if seen is None else self._against(*seen, draw)
         return self._eager[lane, draw.name]
 
     def own(self, lane: Lane, draw: Draw) -> Followed | None:
@@ -165,6 +165,15 @@ class Following:
         found = self.eager(lane, draw)
         is_right = found is not None and max(found.chosen.values()) <= lane.limits.largest
         return found if is_right else None
+
+    def _seen(self, run: Run, draw: Draw, *, with_rows: bool = False) -> tuple[Steps, list[Choice]] | None:
+        """What a run gives, and its choices; None where it fails because it is watched."""
+        try:
+            return seen_in(lambda: self._original.steps(run, draw), with_rows=with_rows)
+        except Exception as error:  # of a session that is to tell the choices, perhaps
+            check_interrupted(error)
+            logger.debug("ampopt: choices are not seen: %s", first_line(error))
+            return None
 
     def _against(self, outputs: Steps, choices: Sequence[Choice], draw: Draw) -> Followed | None:
         if not choices:
@@ -214,7 +223,7 @@ class Following:
         ] or pairs
         most, chooser = max(pairs, key=lambda pair: pair[0].moved)
         place = chooser.where if chooser is not None else most.key.kind
-        roundings = next(each.roundings for each in own.follows if each.number == most.number)
+        roundings = next((each.roundings for each in own.follows if each.number == most.number), None)
         rounding = roundings.largest if roundings is not None else 0.0
         others, count = most.others, most.places.numel()
         what = (

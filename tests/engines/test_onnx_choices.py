@@ -174,3 +174,18 @@ def test_one_session_tells_of_a_whole_verification_and_is_freed(monkeypatch: pyt
     assert len(made) == 1
     gc.collect()
     assert made[0]() is None
+
+
+def test_an_engine_that_cannot_tell_is_judged_by_what_it_gives() -> None:
+    """A model may be too large for a session more: that is no fault of a right program."""
+    torch.manual_seed(0)
+    verifier, _ = verifier_of(Model(_of_equal_scores, head=torch.nn.Linear(16, 4)), torch.randn(4, 40, 16))
+    program = verifier.captured.program
+
+    def fails(_: Sequence[Tensor]) -> list[Choice]:
+        raise MemoryError("a session more")
+
+    engine = _engine(program, tells=False).telling(fails)
+    run, untold = (program.replace(engine=each).run for each in (engine, _engine(program, tells=False)))
+    assert verifier.check(run, FP32) == verifier.check(untold, FP32)
+    assert verifier.check(run, FP32, everywhere=True) == verifier.check(untold, FP32, everywhere=True)
