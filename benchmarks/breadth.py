@@ -1,11 +1,12 @@
 """The default call on as many kinds of networks as there are: who is slower, who fails, and why.
 
-    python -m benchmarks.breadth [--models NAME ...] [--seconds S] [--budget-left S] [--again]
+    python -m benchmarks.breadth [--models NAME ...] [--seconds S] [--budget-left S] [--again] [--thorough]
 
-As `benchmarks.cold`, with `torch.compile` beside it, on the networks of `benchmarks.breadth_networks`. Adds
-a row to DIR/<device>/breadth.json after each network, and makes the table and the histogram anew. It goes on
-over many commits: networks that have figures of any commit are skipped; one that failed is run again at
-another commit, after those that never ran. A row tells what was tried and lost, and why.
+As `benchmarks.cold`, with `torch.compile` beside it, with `--thorough` in its slowest mode, too, on the
+networks of `benchmarks.breadth_networks`. Adds a row to DIR/<device>/breadth.json after each network, and
+makes the table and the histogram anew. It goes on over many commits: networks that have figures of any commit
+are skipped; one that failed is run again at another commit, after those that never ran. A row tells what was
+tried and lost, and why.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def main() -> None:
     add_options(parser, compiles=False)
     parser.add_argument("--models", nargs="+", choices=BREADTH, default=list(BREADTH), metavar="NAME")
     parser.add_argument("--again", action="store_true", help="also networks that have figures")
+    parser.add_argument("--thorough", action="store_true", help="torch.compile's max-autotune, too")
     options = parser.parse_args()
     device = device_of(options)
     folder = results_folder(options.out, device)
@@ -71,7 +73,8 @@ def main() -> None:
         write_row(folder, row)
         print(f"{row['network']}: {row.get('skipped') or '; '.join(standing([row])[1:])}", flush=True)
 
-    run_each(names, device, options, write, compiled=True, most_s=MOST_S)
+    ways = {"compiled": True, "thorough": options.thorough}
+    run_each(names, device, options, write, most_s=MOST_S, **ways)
 
 
 if __name__ == "__main__":

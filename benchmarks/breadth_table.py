@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS, p50
+from benchmarks.cold_lines import AUTOTUNED, BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS, p50
 from benchmarks.cold_table import seconds_to
 from benchmarks.regimes import REGIMES
 from benchmarks.results_files import LARGEST_ERROR, Row, exact_enough, geometric_mean, heading
@@ -22,7 +22,8 @@ METHOD = """
 Each row is `ampopt.optimize(model, x)` with nothing else in a process of its own whose caches are all empty.
 Then all are timed in turn in that process, back to back and at 30 Hz with idle gaps: medians of synchronised
 calls; each takes float32 and gives float32 that stays the caller's. `torch.compile`: reduce-overhead under
-FP16 autocast on a GPU, or its defaults where that fails (below); freezing in FP32 on a CPU. By hand: on a GPU
+FP16 autocast on a GPU, or its defaults where that fails (below); freezing in FP32 on a CPU; where a row has
+max-autotune with coordinate descent, too (named below), the faster of the two. By hand: on a GPU
 FP16, channels_last, folded, in a plain CUDA graph; on a CPU folded and channels_last. Ratios are a peer's
 time over ampopt's in the less favourable regime. Errors are of the outputs and of what a call writes to its
 inputs. A peer counts up to an error of 1e-2, or twice eager's with autocast; where eager FP32's own is larger
@@ -72,6 +73,12 @@ def standing(rows: Sequence[Row]) -> list[str]:
             f"- {title} / ampopt: geometric mean {geometric_mean(list(found.values())):.2f} of {len(found)}; "
             f"ampopt is faster on {faster:.0%}; below {SLOWER}: {behind or 'none'}"
         )
+    if tuned := [row["network"] for row in ran if AUTOTUNED in row["contestants"]]:
+        fastest = [row["network"] for row in ran if compiled(row) == AUTOTUNED]
+        lines.append(
+            f"- max-autotune, too, in {len(tuned)}: {', '.join(tuned)}; it is torch.compile's best in "
+            f"{len(fastest)}: {', '.join(fastest) or 'none'}"
+        )
     lanes = [row["chosen"] for row in ran]
     if soon := [after for row in ran if (after := seconds_to(row)) is not None]:
         end = statistics.median(row["prepare_s"] for row in ran)
@@ -94,11 +101,21 @@ def counts(row: Row, name: str) -> bool:
 def ratio(row: Row, name: str | None) -> float | None:
     """A peer's time over ampopt's in the less favourable regime, None if it is no answer or did not run.
 
-    Without a name, the fastest peer's.
+    Without a name, the fastest peer's. That of `torch.compile` is its faster mode's.
     """
     if name is None:
         known = [each for peer in PEERS if (each := ratio(row, peer)) is not None]
         return min(known, default=None)
+    return _ratio(row, compiled(row) if name == COMPILED else name)
+
+
+def compiled(row: Row) -> str:
+    """The mode of `torch.compile` that is the fastest answer in this row."""
+    known = {name: each for name in (COMPILED, AUTOTUNED) if (each := _ratio(row, name)) is not None}
+    return min(known, key=known.__getitem__, default=COMPILED)
+
+
+def _ratio(row: Row, name: str) -> float | None:
     times = [(p50(row, name, regime), p50(row, OURS, regime)) for regime in REGIMES]
     ratios = [theirs / mine for theirs, mine in times if theirs is not None and mine is not None]
     return min(ratios) if ratios and counts(row, name) else None
@@ -106,9 +123,8 @@ def ratio(row: Row, name: str | None) -> float | None:
 
 def _cells(row: Row) -> list[str]:
     own, eager = (row["contestants"].get(name, {}).get("relative_error") for name in (OURS, EAGER))
-    times = (
-        ", ".join(_number(p50(row, name, regime), ".3f") for name in (*PEERS, OURS)) for regime in REGIMES
-    )
+    shown = (EAGER, compiled(row), BY_HAND, OURS)
+    times = (", ".join(_number(p50(row, name, regime), ".3f") for name in shown) for regime in REGIMES)
     return [
         *(
             row["network"],

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from benchmarks.by_hand import Call, Inputs
 from benchmarks.ways import Border, Runner, graphed
@@ -19,7 +18,7 @@ FREEZING: Options = {"freezing": True}
 AUTOTUNE: Options = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 
-def compiled(model: nn.Module, _: Inputs, *, options: Options) -> Call:
+def compiled(model: Call, _: Inputs, *, options: Options) -> Call:
     """Inductor with these options; nothing is copied out of its CUDA graphs."""
     be_silent()
     function: Call = torch.compile(model, dynamic=False, options=dict(options))

@@ -73,6 +73,7 @@ def run_each(
     write: Callable[[Row], object],
     *,
     compiled: bool,
+    thorough: bool = False,
     most_s: float,
 ) -> None:
     """A default call of one network after another, while there is time for one more; each row is written."""
@@ -82,7 +83,8 @@ def run_each(
             print(f"no time left for {', '.join(names[place:])}", flush=True)
             return
         limit_s = left.most_s(most_s)
-        write(default_call(name, device, seconds=options.seconds, compiled=compiled, most_s=limit_s))
+        ways = {"compiled": compiled, "thorough": thorough}
+        write(default_call(name, device, seconds=options.seconds, most_s=limit_s, **ways))
 
 
 def add_options(parser: argparse.ArgumentParser, *, compiles: bool = True) -> None:

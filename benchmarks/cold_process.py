@@ -31,8 +31,9 @@ from ampopt.measure.headline import load_now
 from ampopt.system.environment import environment
 from benchmarks import by_compile, by_hand
 from benchmarks.anybody import anybody
+from benchmarks.by_compile import Options
 from benchmarks.by_hand import Call, Inputs
-from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
+from benchmarks.cold_lines import AUTOTUNED, BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
 from benchmarks.cold_networks import UnknownNetworkError
 from benchmarks.command_line import parser_for
 from benchmarks.race_protocol import peak_bytes
@@ -54,6 +55,7 @@ def measure(
     *,
     seconds: float = 0.0,
     compiled: bool = False,
+    thorough: bool = False,
     known: Callable[[Facts], object] = lambda _: None,
 ) -> Facts:
     """Everything of one network; `known` gets what the first call gave before peers can go wrong."""
@@ -68,7 +70,7 @@ def measure(
     with torch.no_grad():
         expected, facts["no_reference"] = _expected(model, inputs)
         first[OURS] = effect(fast, inputs)
-        for name, ways in peers(device, compiled).items():
+        for name, ways in peers(device, compiled, thorough).items():
             known({**facts, "error": f"its process ended while {name} was made"})
             failures: list[str] = []
             for make in ways:
@@ -185,12 +187,12 @@ def first_call(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[
     }, fast
 
 
-def peers(device: torch.device, compiled: bool) -> dict[str, tuple[Make, ...]]:
+def peers(device: torch.device, compiled: bool, thorough: bool = False) -> dict[str, tuple[Make, ...]]:
     """What a user could have instead within minutes; all take and give float32 that stays the caller's.
 
     Each is made in the first of its ways that works. `torch.compile` has one option: freezing on a CPU, and
-    reduce-overhead under autocast on a GPU; where that fails, because a model keeps tensors of an earlier
-    call, it has none.
+    its CUDA graphs (reduce-overhead) under autocast on a GPU; where these fail, because a model keeps tensors
+    of an earlier call, it has none. `thorough` adds max-autotune with coordinate descent, for minutes.
     """
     on_gpu = device.type == "cuda"
     half = torch.float16 if on_gpu else torch.bfloat16
@@ -200,20 +202,23 @@ def peers(device: torch.device, compiled: bool) -> dict[str, tuple[Make, ...]]:
         EAGER_AMP: (by_hand.autocast(half),),
         BY_HAND: (recipe,),
     }
-    frozen = functools.partial(by_compile.compiled, options=by_compile.FREEZING)
-    ways: tuple[Make, ...] = (_in_its_graphs, _by_default) if on_gpu else (frozen,)
-    return found | ({COMPILED: ways} if compiled else {})
+    ways: dict[str, Options] = {COMPILED: {}} if compiled else {}
+    ways |= {AUTOTUNED: by_compile.AUTOTUNE} if thorough else {}
+    for name, options in ways.items():
+        frozen = functools.partial(by_compile.compiled, options={**by_compile.FREEZING, **options})
+        on_cuda = (functools.partial(way, options=options) for way in (_in_its_graphs, _without_graphs))
+        found[name] = tuple(on_cuda) if on_gpu else (frozen,)
+    return found
 
 
-def _by_default(model: nn.Module, inputs: Inputs) -> Call:
+def _without_graphs(model: nn.Module, inputs: Inputs, *, options: Options) -> Call:
     torch.compiler.reset()
-    made: Call = torch.compile(by_hand.autocast(torch.float16)(model, inputs), dynamic=False)
-    return made
+    return by_compile.compiled(by_hand.autocast(torch.float16)(model, inputs), inputs, options=options)
 
 
-def _in_its_graphs(model: nn.Module, inputs: Inputs) -> Call:
+def _in_its_graphs(model: nn.Module, inputs: Inputs, *, options: Options) -> Call:
     amp = by_hand.autocast(torch.float16)(model, inputs)
-    inner = torch.compile(amp, mode="reduce-overhead", dynamic=False)
+    inner = by_compile.compiled(amp, inputs, options={**options, "triton.cudagraphs": True})
 
     def call(*given: Any) -> object:
         torch.compiler.cudagraph_mark_step_begin()  # a model may keep tensors of its last call
@@ -253,6 +258,7 @@ def main(import_s: float) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--thorough", action="store_true")
     options = parser.parse_args()
 
     kept: Facts = {}
@@ -261,7 +267,7 @@ def main(import_s: float) -> None:
         kept.update({"import_s": import_s, **facts})
         options.file.write_text(json.dumps(kept), encoding="utf-8")
 
-    asked = {"seconds": options.seconds, "compiled": options.compile}
+    asked = {"seconds": options.seconds, "compiled": options.compile, "thorough": options.thorough}
     try:
         facts = measure(options.network, options.device, **asked, known=write)
         kept.clear()

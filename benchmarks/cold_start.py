@@ -32,17 +32,19 @@ def default_call(
     *,
     seconds: float = 0.0,
     compiled: bool = False,
+    thorough: bool = False,
     most_s: float = MOST_S,
 ) -> Row:
     """`ampopt.optimize(model, x)` in a cold process; `error` or `skipped` says why there are no figures.
 
-    `seconds` of sampling follow, and at least a minimum; with `compiled`, `torch.compile` runs beside it.
+    `seconds` of sampling follow, and at least a minimum; with `compiled`, `torch.compile` runs beside it,
+    and with `thorough` its max-autotune, too.
     """
     row: Row = {"network": network, "commit": commit()}
     with tempfile.TemporaryDirectory(prefix="ampopt-cold-") as folder:
         file = Path(folder) / "row.json"
         command = [sys.executable, "-m", "benchmarks.cold_import", network, str(device), str(file)]
-        command += ["--seconds", str(seconds), *(["--compile"] * compiled)]
+        command += ["--seconds", str(seconds), *(["--compile"] * compiled), *(["--thorough"] * thorough)]
         end: Row = {}
         try:
             env = {**emptied(Path(folder), os.environ), **compiled_modules()}

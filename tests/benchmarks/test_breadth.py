@@ -15,8 +15,8 @@ from benchmarks import breadth, cold
 from benchmarks.anybody import anybody
 from benchmarks.breadth import lost, still_to_run, write_row
 from benchmarks.breadth_networks import BREADTH, PACKAGES, subject
-from benchmarks.breadth_table import bins, counts, ratio, standing, to_markdown
-from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER
+from benchmarks.breadth_table import bins, compiled, counts, ratio, standing, to_markdown
+from benchmarks.cold_lines import AUTOTUNED, BY_HAND, COMPILED, EAGER
 from benchmarks.cold_networks import UnknownNetworkError
 from tests.benchmarks.rows import cold_row, contestant
 
@@ -84,6 +84,21 @@ def test_a_ratio_is_that_of_the_less_favourable_regime_and_the_best_peer_counts(
     ahead, behind, *_ = rows()
     assert [ratio(ahead, name) for name in (EAGER, COMPILED, BY_HAND, None)] == [3.0, 1.0, 1.5, 1.0]
     assert [ratio(behind, name) for name in (EAGER, COMPILED, BY_HAND, None)] == [2.0, 0.9, None, 0.9]
+
+
+def test_torch_compile_is_its_faster_mode_that_counts() -> None:
+    ahead, behind, *_ = rows()
+    assert compiled(ahead) == COMPILED
+    ahead["contestants"][AUTOTUNED] = contestant(0.8, 1.9)
+    behind["contestants"][AUTOTUNED] = contestant(0.4, relative_error=0.5)
+    assert [compiled(row) for row in (ahead, behind)] == [AUTOTUNED, COMPILED]
+    assert [ratio(row, COMPILED) for row in (ahead, behind)] == [0.8, 0.9]
+    assert ratio(ahead, None) == 0.8
+    assert standing([ahead, behind])[5] == (
+        "- max-autotune, too, in 2: own/gru_policy, timm/vovnet39a; it is torch.compile's best in 1: "
+        "own/gru_policy"
+    )
+    assert "| 4.000, 0.800, 2.000, 1.000 |" in to_markdown([ahead])
 
 
 def test_a_wrong_peer_does_not_count_but_where_eager_jumps_itself() -> None:

@@ -57,10 +57,10 @@ def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_process_is_new_and_its_caches_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process({"chosen": "amp"})
     monkeypatch.setattr(subprocess, "run", process.run)
-    row = default_call("lcnet_050", CPU, seconds=2.0, compiled=True, most_s=77.0)
+    row = default_call("lcnet_050", CPU, seconds=2.0, compiled=True, thorough=True, most_s=77.0)
     assert (row["network"], row["chosen"]) == ("lcnet_050", "amp")
     assert process.command[1:5] == ["-m", "benchmarks.cold_import", "lcnet_050", "cpu"]
-    assert process.command[6:] == ["--seconds", "2.0", "--compile"]
+    assert process.command[6:] == ["--seconds", "2.0", "--compile", "--thorough"]
     assert process.options["timeout"] == 77.0
     assert set(CACHES) >= {"AMPOPT_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
