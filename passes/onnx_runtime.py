@@ -16,7 +16,7 @@ from ampopt.engines.onnx_engine import OnnxEngine
 from ampopt.engines.onnx_graph import dims_in
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.errors import first_line
-from ampopt.ir.choices import makes_choices
+from ampopt.ir.choosers import makes_choices
 from ampopt.ir.graph import calls, is_native, where
 from ampopt.ir.matrix_forms import why_not_answered
 from ampopt.ir.numerics import relative_error

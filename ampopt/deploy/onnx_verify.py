@@ -18,7 +18,8 @@ from ampopt.deploy.portable import autocast_program
 from ampopt.engines.onnx_choices import FileChoices
 from ampopt.engines.onnx_nan import losing_operators
 from ampopt.ir.capture import Captured
-from ampopt.ir.choices import SeenChoices, kept_to_tell, makes_choices
+from ampopt.ir.choices import SeenChoices, kept_to_tell
+from ampopt.ir.choosers import makes_choices
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check

@@ -14,7 +14,7 @@ from ampopt.engines.executable import executable
 from ampopt.errors import VerificationError
 from ampopt.ir import numerics
 from ampopt.ir.capture import Captured
-from ampopt.ir.choices import makes_choices
+from ampopt.ir.choosers import makes_choices
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
 from ampopt.measure.draws import Draw

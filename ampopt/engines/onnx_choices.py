@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
-from ampopt.ir.choices import Choice, Chooser, give_places, made_to_tell
-from ampopt.ir.graph import copy_of, finish
+from ampopt.engines.onnx_program import for_onnx_runtime, telling_model
+from ampopt.ir.choices import Choice, made_to_tell
+from ampopt.ir.choosers import Chooser, with_places
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.unmarked import array_of
@@ -47,17 +47,13 @@ class OnnxChoices:
 
     def _session(self, tensors: tuple[Tensor, ...]) -> tuple[OnnxRunner | None, list[Chooser]]:
         """A session whose last outputs are the places of these; None where none is read."""
-        module = copy_of(record_shapes(self._program))
-        keys = {each.key for each in Chooser.all_in(module) if each.is_read}
+        recorded = record_shapes(self._program)
+        keys = {each.key for each in Chooser.all_in(recorded) if each.is_read}
         if not keys:
             return None, []
-        give_places(module)  # of several with one key, all are told: others are followed in their order
-        choosers = [each for each in Chooser.all_in(module) if each.key in keys]
-        nodes, output = {node.name: node for node in module.graph.nodes}, module.graph.output_node()
-        results: Any = output.args[0]
-        output.args = ((*results, *(nodes[chooser.places] for chooser in choosers)),)
-        model = for_onnx_runtime(plain_model(finish(module), tensors))
-        return OnnxRunner(model, self._options), choosers
+        choosers = [each for each in Chooser.all_in(with_places(recorded)[0]) if each.key in keys]
+        model = telling_model(self._program.graph, tensors, [chooser.places for chooser in choosers])
+        return OnnxRunner(for_onnx_runtime(model), self._options), choosers
 
 
 class FileChoices:

@@ -10,35 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampopt.ir.choice_keys import KINDS, Key
 from ampopt.ir.choice_roundings import Roundings
 from ampopt.ir.eager_mode import EagerMode
-from ampopt.ir.graph import arguments, aten, calls, dtype_of, gives_a_tensor, shape_of, where
 from ampopt.ir.numerics import relative_error
 
-_KINDS: Mapping[Any, str] = {
-    aten.topk.default: "topk",
-    aten.sort.default: "sort",
-    aten.sort.stable: "stable sort",
-    aten.argsort.default: "sort",
-    aten.argsort.stable: "stable sort",
-    aten.max.dim: "max",
-    aten.argmax.default: "max",
-    aten.min.dim: "min",
-    aten.argmin.default: "min",
-    aten.kthvalue.default: "kthvalue",
-    aten.median.dim: "median",
-}
-
-_ORDERS = {"topk", "sort", "stable sort"}
 _FIRST_OF_EQUAL = {"stable sort", "max", "min"}
 """Of equal values these take the first, as PyTorch documents; the order of others is open."""
 
@@ -47,88 +31,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-class Key(NamedTuple):
-    """What an operator is asked that tells places; what it does not take is None."""
-
-    kind: str
-    shape: tuple[int, ...]
-    dim: int | None
-    k: int | None
-    largest: bool | None
-    sorted: bool | None
-    descending: bool | None
-
-
-def makes_choices(graph: fx.GraphModule) -> bool:
-    """Whether a graph has operators that tell places."""
-    return any(True for _ in calls(graph, _KINDS))
-
-
-def give_places(graph: fx.GraphModule) -> None:
-    """Let each operator that tells places have a node for these, in place."""
-    for node in calls(graph, _KINDS):
-        if not gives_a_tensor(node) and not _places_of(node):
-            with graph.graph.inserting_after(node):
-                graph.graph.call_function(operator.getitem, (node, 1))
-
-
-def _places_of(node: fx.Node) -> list[fx.Node]:
-    return [each for each in node.users if each.target is operator.getitem and each.args[1] == 1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Chooser:
-    """A node of a graph that makes choices, its place in the user's model, and whether places are read."""
-
-    key: Key
-    where: str
-    is_read: bool
-    places: str
-    """The name of the node that has its places; empty where none has."""
-    keeps_dim: bool
-
-    def choice(self, places: Tensor) -> Choice:
-        """Its choice, of places as its node gives them."""
-        return Choice(self.key, _in_rows(places, self.key.dim, keeps_dim=self.keeps_dim))
-
-    @classmethod
-    def all_in(cls, graph: fx.GraphModule) -> list[Chooser]:
-        """Those of a graph, after `shapes.record_shapes`, in order; integers are chosen from exactly.
-
-        As in a run, a single value, and where none is taken, makes no choice.
-        """
-        found = []
-        for node in calls(graph, _KINDS):
-            given = arguments(node)
-            shape = shape_of(given["self"])
-            if not dtype_of(given["self"]).is_floating_point or 0 in (len(shape), *shape, given.get("k")):
-                continue
-            parts = _places_of(node)
-            places = node.name if gives_a_tensor(node) else parts[0].name if parts else ""
-            key = _key(node.target, shape, given)
-            found.append(cls(key, where(node), bool(places), places, _keeps_dim(key, given)))
-        return found
-
-
-def _keeps_dim(key: Key, given: Mapping[str, Any]) -> bool:
-    return key.kind in _ORDERS or bool(given.get("keepdim"))
-
-
-def _in_rows(places: Tensor, dim: int | None, *, keeps_dim: bool) -> Tensor:
-    """The places of a result with the dimension of the choice last."""
-    if dim is None:
-        return places.reshape(1)
-    return places.movedim(dim, -1) if keeps_dim else places.unsqueeze(-1)
-
-
-def _key(target: Any, shape: Sequence[int], given: Mapping[str, Any]) -> Key:
-    kind, dim = _KINDS[target], given["dim"]
-    if kind == "stable sort" and not given["stable"]:
-        kind = "sort"
-    dim = None if dim is None else dim % max(len(shape), 1)
-    return Key(kind, tuple(shape), dim, *(given.get(name) for name in Key._fields[3:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +48,7 @@ class Choice:
     @property
     def is_order(self) -> bool:
         """Whether it takes several places of a row, each once."""
-        return self.key.kind in _ORDERS
+        return self.key.is_order
 
 
 _kept: ContextVar[dict[int, Any] | None] = ContextVar("kept", default=None)
@@ -339,7 +241,7 @@ class _Call:
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call | None:
         """The call; None for other operators, for integers, for a single value, and where none is taken."""
-        if func not in _KINDS:
+        if func not in KINDS:
             return None
         given = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
         given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
@@ -350,13 +252,13 @@ class _Call:
             return None
         dim = given["dim"]
         rows = values.reshape(-1) if dim is None else values.movedim(dim, -1)
-        key = _key(func, values.shape, given)
-        return cls(key, rows, key.dim, _keeps_dim(key, given))
+        key = Key.of(func, values.shape, given)
+        return cls(key, rows, key.dim, key.keeps_dim(given))
 
     def places(self, result: Any) -> Tensor:
         """The places in a result, with the dimension last."""
         places: Tensor = result if isinstance(result, Tensor) else result[1]
-        return _in_rows(places, self.dim, keeps_dim=self.keeps_dim)
+        return self.key.in_rows(places, keeps_dim=self.keeps_dim)
 
     def result(self, own: Any, values: Tensor, places: Tensor) -> Any:
         """A result like its own, of other values and places."""

@@ -33,14 +33,8 @@ from torch import Tensor
 
 from ampopt.errors import first_line
 from ampopt.ir.choice_roundings import differences, distance
-from ampopt.ir.choices import (
-    Choice,
-    Chooser,
-    Follow,
-    FollowedChoices,
-    makes_choices,
-    seen_in,
-)
+from ampopt.ir.choices import Choice, Follow, FollowedChoices, seen_in
+from ampopt.ir.choosers import Chooser, makes_choices
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.shapes import record_shapes

@@ -6,25 +6,30 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ampopt.engines import onnx_program
 from ampopt.engines.onnx_choices import OnnxChoices
 from ampopt.engines.onnx_engine import OnnxEngine
-from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
+from ampopt.engines.onnx_program import for_onnx_runtime, plain_model, telling_model
 from ampopt.ir.capture import capture
 from ampopt.ir.choices import Choice, SeenChoices, seen_in
+from ampopt.ir.choosers import Chooser, with_places
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ort.knobs import start_options
 from ampopt.ort.options import CPU
 from ampopt.ort.session import OnnxRunner
 from tests.helpers import Model
 from tests.support.verifying import verifier_of
 
+onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
@@ -189,3 +194,34 @@ def test_an_engine_that_cannot_tell_is_judged_by_what_it_gives() -> None:
     run, untold = (program.replace(engine=each).run for each in (engine, _engine(program, tells=False)))
     assert verifier.check(run, FP32) == verifier.check(untold, FP32)
     assert verifier.check(run, FP32, everywhere=True) == verifier.check(untold, FP32, everywhere=True)
+
+
+def test_the_engine_and_what_it_tells_are_of_one_export(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    exports, original = list[object](), onnx_program.model_of
+    monkeypatch.setattr(onnx_program, "model_of", lambda *args: exports.append(args) or original(*args))
+    program = capture(Model(lambda _, x: x.topk(3)), (X,), {}, torch.device("cpu")).program
+    _, told = seen_in(functools.partial(_engine(program), X))
+    assert len(told) == len(exports) == 1
+
+
+def test_an_engine_computes_no_places_that_only_tell() -> None:
+    """`max` is asked twice, for its places and for its values alone."""
+    function = Model(lambda _, x: (x.max(1).values, (x * 2).max(1).indices))
+    program = capture(function, (X,), {}, torch.device("cpu")).program
+    (kept,) = (each for each in Chooser.all_in(record_shapes(program)) if each.is_read)
+    names = with_places(program.graph)[1]
+    assert len(names) == 2
+    assert kept.places in names
+    plain, telling = (
+        onnx.load_from_string(model)
+        for model in (
+            plain_model(program.graph, (X,)),
+            telling_model(program.graph, (X,), [name for name in names if name != kept.places]),
+        )
+    )
+    for model, results, places in ((plain, 2, 1), (telling, 3, 2)):
+        assert len(model.graph.output) == results
+        assert sum(node.op_type == "ArgMax" for node in model.graph.node) == places
