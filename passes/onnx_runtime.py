@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from ampopt.ir.choosers import makes_choices
 from ampopt.ir.graph import calls, is_native, where
 from ampopt.ir.matrix_forms import why_not_answered
 from ampopt.ir.numerics import relative_error
+from ampopt.ir.pass_options import option
 from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import decides_by_values
 from ampopt.ir.transform import Engine, Result
@@ -81,6 +83,9 @@ class OnnxRuntime(Engine):
     session: tuple[tuple[str, str], ...] | None = None
     """The session's options and `Rewrites`, each field as JSON, or the defaults; None: measure them."""
 
+    seconds: float = option(3600.0, 0.0, 3600.0)
+    """The time in which all is done: what does not fit in after the export is not measured."""
+
     def why_not(self, program: Program) -> str | None:
         """See the class."""
         if program.device.type != "cpu":
@@ -103,23 +108,33 @@ class OnnxRuntime(Engine):
         """The engine with default options, which give most of the gain in a few seconds."""
         return dataclasses.replace(self, session=self.session or ())
 
+    def within(self, seconds: float) -> OnnxRuntime:
+        """Measure less if little time is left; a replay measures nothing."""
+        return (
+            self
+            if self.session is not None
+            else dataclasses.replace(self, seconds=min(self.seconds, seconds))
+        )
+
     def apply(self, program: Program) -> Result:
         """Export, select options, run once; see the class."""
         if program.engine is not None:
             return Result(program, 0)
+        end = time.perf_counter() + self.seconds
         entry = tuple(Border(border.dtype) for border in program.entry)
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
         model = for_onnx_runtime(plain_model(program.graph, entered, dims_in(program.sizes)))
         hints = list[str]()
-        if self.session is None:
+        if self.session is None and time.perf_counter() + TUNING_S < end:
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
             arrays = [array_of(tensor) for tensor in entered]
             options = tune(model, arrays, seconds=TUNING_S, providers=found).best
-            engine, rewrites = _fastest(model, options, entered, hints, exact=_is_exact(program, hints))
+            exact = _is_exact(program, hints)
+            engine, rewrites = _fastest(model, options, entered, hints, exact=exact, end=end)
         else:
             if not self.session:
                 hints.append("ONNX Runtime runs with default options: there was no time to measure others")
-            stored = {name: json.loads(value) for name, value in self.session}
+            stored = {name: json.loads(value) for name, value in self.session or ()}
             rewrites = Rewrites.taken_from(stored)
             options = SessionOptions.from_dict(stored) if stored else start_options(CPU)
             if program.sizes:  # buffers have one size
@@ -133,7 +148,7 @@ class OnnxRuntime(Engine):
         if makes_choices(program.graph) and not program.sizes:
             engine = engine.telling(OnnxChoices(program, options))
         changed = program.replace(engine=engine, entry=entry)
-        return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, session=session))
+        return Result(changed, 1, hints=tuple(hints), replay=OnnxRuntime(session))
 
 
 def _is_exact(program: Program, hints: list[str]) -> bool:
@@ -151,11 +166,18 @@ def _fastest(
     hints: list[str],
     *,
     exact: bool,
+    end: float,
 ) -> tuple[OnnxEngine, Rewrites]:
-    """The engine as the options have it, or with its graph rewritten where that is faster; and how."""
+    """The engine as the options have it, or with its graph rewritten where that is faster; and how.
+
+    A rewrite is begun if it can be compared until `end`.
+    """
     engine, chosen = OnnxEngine(OnnxRunner(model, options)), Rewrites(exact=exact)
     expected, arrays = engine(*entered), [array_of(tensor) for tensor in entered]
     for step in EXACT if exact else STEPS:
+        if time.perf_counter() + PROFILING_S + COMPARING_S > end:
+            hints.append("ONNX Runtime's graph has not all rewrites: there was no time to compare others")
+            break
         rewrites = functools.partial(step, model, options, arrays, chosen)
         tried = _tried(model, options, rewrites, entered, expected, hints)
         if tried is not None and _is_faster(tried[0], engine, entered, step is merged):

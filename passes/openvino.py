@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import time
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from ampopt.ir.aliasing import aliased_by
 from ampopt.ir.graph import aten, calls, dtype_of, is_native
 from ampopt.ir.index_ranges import may_miss
 from ampopt.ir.matrix_forms import why_not_answered
+from ampopt.ir.pass_options import option
 from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Engine, Result
@@ -103,6 +105,9 @@ class Openvino(Engine):
     options: tuple[tuple[str, str], ...] | None = None
     """The fields of `OpenVinoOptions`, each as JSON, or the defaults; None: measure them."""
 
+    seconds: float = option(3600.0, 0.0, 3600.0)
+    """The time in which all is done: what does not fit in after the export is not measured."""
+
     @property
     def chosen(self) -> OpenVinoOptions:
         """The options, or the defaults where none are chosen. Raises BundleError if they are none."""
@@ -129,10 +134,19 @@ class Openvino(Engine):
         """The engine with default options, which give most of the gain in a few seconds."""
         return dataclasses.replace(self, options=self.options or ())
 
+    def within(self, seconds: float) -> Openvino:
+        """Measure less if little time is left; a replay measures nothing."""
+        return (
+            self
+            if self.options is not None
+            else dataclasses.replace(self, seconds=min(self.seconds, seconds))
+        )
+
     def apply(self, program: Program) -> Result:
         """Export, select options, run once; see the class."""
         if program.engine is not None:
             return Result(program, 0)
+        end = time.perf_counter() + self.seconds
         if (found := computed_otherwise(program)) is not None:
             node, reason = found
             return Result(program, 0, (Declined(node.name, reason),))
@@ -141,20 +155,20 @@ class Openvino(Engine):
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
         model, hints = plain_model(wide.graph, entered), list[str]()
         try:
-            runner = self._runner(model, entered, PRECISIONS[program.lane.dtype], hints)
+            runner = self._runner(model, entered, PRECISIONS[program.lane.dtype], hints, end)
         except (LostNanError, LostQuotientError) as lost:
             return Result(program, 0, (Declined(lost.operator, lost.reason),))
         chosen = tuple((name, json.dumps(value)) for name, value in runner.options.to_dict().items())
         changed = program.replace(engine=OpenVinoEngine(runner), entry=entry)
-        return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, options=chosen))
+        return Result(changed, 1, hints=tuple(hints), replay=Openvino(chosen))
 
     def _runner(
-        self, model: bytes, entered: Sequence[Tensor], precision: str, hints: list[str]
+        self, model: bytes, entered: Sequence[Tensor], precision: str, hints: list[str], end: float
     ) -> OpenVinoRunner:
-        """The model with the options that are chosen, or that are fastest here."""
+        """The model with the options that are chosen, or that are fastest here, measured before `end`."""
         options = dataclasses.replace(self.chosen, precision=precision)
         runner = OpenVinoRunner(model, options)
-        if self.options is None:
+        if self.options is None and time.perf_counter() + TUNING_S < end:
             read = [array_of(tensor) for tensor in entered]
             arrays = [read[place_of_input(info.name)] for info in runner.inputs]
             return tune_openvino(runner, model, arrays, seconds=TUNING_S).runner

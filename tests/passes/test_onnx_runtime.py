@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +179,33 @@ def test_hurried_it_runs_with_default_options_and_measures_nothing(monkeypatch: 
     assert isinstance(again, OnnxRuntime)
     assert again == result.replay
     assert again.hurried() == again
+
+
+def test_what_does_not_fit_into_the_time_that_is_left_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An export may take longer than was expected of it."""
+    clock, model, x = [0.0], several_kinds(), torch.randn(2, 3, 10, 10)
+    exported, tuned = onnx_runtime.plain_model, onnx_runtime.tune
+
+    def slowly(*given: Any) -> bytes:
+        clock[0] += 40.0
+        return exported(*given)
+
+    def quickly(*given: Any, **how: Any) -> Any:
+        clock[0] += how["seconds"]
+        return tuned(*given, **{**how, "seconds": 0.1})
+
+    monkeypatch.setattr(onnx_runtime, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(onnx_runtime, "plain_model", slowly)
+    monkeypatch.setattr(onnx_runtime, "tune", quickly)
+    program = program_of(model, x)
+    for seconds, measures, tells in ((40.0, False, "default options"), (42.0, True, "not all rewrites")):
+        before = clock[0]
+        result = OnnxRuntime().within(seconds).apply(program)
+        assert (clock[0] - before > 40.0) == measures
+        assert any(tells in hint for hint in result.hints)
+        check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
+        assert result.replay == OnnxRuntime(session=result.replay.session)  # type: ignore[union-attr]
+    ready = OnnxRuntime(session=())
+    assert ready.within(1.0) is ready

@@ -181,6 +181,20 @@ def test_its_replay_has_the_options_and_is_right_for_another_shape(monkeypatch: 
     check_outputs(Openvino.numerics, there, replayed, model, [elsewhere], FP32)
 
 
+def test_what_does_not_fit_into_the_time_that_is_left_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openvino, "tune_openvino", lambda *_, **__: pytest.fail("measured"))
+    model, x = several_kinds(), torch.randn(2, 3, 10, 10)
+    program = program_of(model, x)
+    result = Openvino().within(openvino.TUNING_S).apply(program)
+    check_outputs(Openvino.numerics, program, result.program, model, [x], FP32)
+    assert any("default options" in hint for hint in result.hints)
+    assert isinstance(result.replay, Openvino)
+    assert result.replay == Openvino(result.replay.options)
+    assert result.replay.within(1.0) is result.replay
+
+
 def test_hurried_it_runs_with_default_options_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openvino, "tune_openvino", lambda *_, **__: pytest.fail("measured"))
     monkeypatch.setattr(openvino, "TUNING_S", 3.0)
