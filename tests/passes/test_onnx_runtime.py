@@ -15,12 +15,14 @@ from torch import nn
 
 import ampopt
 from ampopt.deploy.recipe_file import read_recipe, write_recipe
+from ampopt.engines.onnx_program import plain_model
 from ampopt.errors import AmpoptError
 from ampopt.ir.graph import copy_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result, replay
 from ampopt.measure.sampling import Gain, interleave
+from ampopt.ort.tuning import tune
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, OnnxRuntime, onnx_runtime
 from tests.helpers import BF16, Model, Unpooling, apply_to_untouched, check_outputs, program_of, several_kinds
 
@@ -186,15 +188,14 @@ def test_what_does_not_fit_into_the_time_that_is_left_is_not_measured(
 ) -> None:
     """An export may take longer than was expected of it."""
     clock, model, x = [0.0], several_kinds(), torch.randn(2, 3, 10, 10)
-    exported, tuned = onnx_runtime.plain_model, onnx_runtime.tune
 
     def slowly(*given: Any) -> bytes:
         clock[0] += 40.0
-        return exported(*given)
+        return plain_model(*given)
 
     def quickly(*given: Any, **how: Any) -> Any:
         clock[0] += how["seconds"]
-        return tuned(*given, **{**how, "seconds": 0.1})
+        return tune(*given, **{**how, "seconds": 0.1})
 
     monkeypatch.setattr(onnx_runtime, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(onnx_runtime, "plain_model", slowly)
