@@ -37,7 +37,8 @@ class MergeLinearChain(Pass):
     products that the dtype of B cannot hold; pairs with a bottleneck between them, where the product has more
     weights than both factors.
     Correct because: B·(A·x + a) + b = (B·A)·x + (B·a + b): matrix multiplication is associative and linear. A
-    bias of another shape than its layer's features is broadcast before it is multiplied. The product is
+    bias of another shape than its layer's features is broadcast before it is multiplied; that of one row is
+    one number for each feature, whatever x is. The product is
     computed in float64 from the unrounded weights, carried on unrounded through the chain, and rounded once
     to the dtype of B: there is no rounding between the layers, which matters in lower precisions. That holds
     for numbers: NaN stays NaN, but infinities, of which A makes both signs and B then NaN, are multiplied by
@@ -100,6 +101,8 @@ def _merge(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> bool:
         shape = torch.broadcast_shapes(inner_bias.shape, a.shape[:1])
         shift = widened(inner_bias).broadcast_to(shape) @ widened(b).T
         bias = shift if bias is None else shift + widened(bias)
+    if bias is not None and bias.numel() == b.shape[0]:
+        bias = bias.reshape(-1)  # of one row, as which a layer of one feature takes no matrix
     if not all(new is None or is_finite_in(stored.dtype, new) for new in (product, bias)):
         return False
     second.args, second.kwargs = (inner["input"], outer["weight"], outer["bias"]), {}
