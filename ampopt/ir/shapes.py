@@ -27,7 +27,7 @@ def record_shapes(program: Program) -> fx.GraphModule:
     """A copy of the program's graph whose nodes have their tensors' shape, dtype and strides recorded.
 
     One real run on the example inputs fills `node.meta["tensor_meta"]`, see `graph.shape_of` and `dtype_of`,
-    and `node.meta["device"]`.
+    `node.meta["device"]`, and `node.meta["signs"]`: whether its memory has conjugates, or negatives.
     While shapes are `foretold`, they are told without it.
     """
     foretold = _foretold.get()
@@ -198,7 +198,7 @@ class _Shapes(GraphRun):
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             n.meta["tensor_meta"] = map_aggregate(result, _meta_of)
         if isinstance(result, Tensor):
-            n.meta["device"] = result.device
+            n.meta["device"], n.meta["signs"] = result.device, (result.is_conj(), result.is_neg())
         return result
 
 
