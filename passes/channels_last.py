@@ -27,7 +27,8 @@ class ChannelsLast(Pass):
     channel, for which PyTorch 2.14 reads memory that nothing has written.
     Correct because: a memory format is only the order of elements in memory. Every ATen operator but those
     excluded is defined on logical indices, and `lowering` has turned `view`, which refuses some layouts, into
-    `reshape`, which does not. Kernels for the other layout may sum in another order.
+    `reshape`, which does not. Whether that copies depends on the layout: results that were copies, and may
+    now be views of one memory, are copied. Kernels for the other layout may sum in another order.
     Cost: one copy of the weights. Some convolutions have no fast kernel for this format, so the pass is
     timed.
     """

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
+from ampopt.engines.apart import with_results_apart
 from ampopt.engines.cpp_compiler import prepared_compiler
 from ampopt.engines.divided import Chain, Division, divided
 from ampopt.engines.inductor_code import InductorCode, LoadedCode, is_whole, options, static_shapes
@@ -51,17 +52,18 @@ class Compile(Engine):
     PyTorch's own, because inductor takes the index of another NaN where a window has several. So does, on a
     CPU, what reads or writes at places that may be out of range: what inductor's loops for several threads
     raise ends the process. Remainders and quotients rounded down are by the exact `fmod`, as PyTorch's are:
-    inductor rounds a quotient. Dynamo is not needed: the graph is captured already, and Dynamo would check
-    its guards in every call. The first calls happen here, outside any capture: a first call inside a capture
-    has broken whole processes. The pass manager rehearses the engine in another process, so that a compiler
-    crash or hang does no harm here; what the rehearsal has compiled is loaded here with the weights that it
-    folded, so that nothing is traced again. Where several processes rehearse, each gets a piece of the graph,
-    and the pieces' code follows each other, with the shapes, strides and dtypes of the graph at the cuts. The
-    rounds of an unrolled loop, which are equal but for what they are given, share what is compiled for one.
-    On a CPU, where the weights are in oneDNN's own layout, this process traces meanwhile, which runs no
-    compiler and no compiled kernel. There the kernels of a graph are compiled together, each in a namespace
-    of its own, by inductor's own command. A cache entry of inductor was compiled from an equal graph; a
-    cached library whose compiler was killed is built again.
+    inductor rounds a quotient. It computes equal expressions once: what it gives as one result for several
+    that the graph has apart is copied. Dynamo is not needed: the graph is captured already, and Dynamo would
+    check its guards in every call. The first calls happen here, outside any capture: a first call inside a
+    capture has broken whole processes. The pass manager rehearses the engine in another process, so that a
+    compiler crash or hang does no harm here; what the rehearsal has compiled is loaded here with the weights
+    that it folded, so that nothing is traced again. Where several processes rehearse, each gets a piece of
+    the graph, and the pieces' code follows each other, with the shapes, strides and dtypes of the graph at
+    the cuts. The rounds of an unrolled loop, which are equal but for what they are given, share what is
+    compiled for one. On a CPU, where the weights are in oneDNN's own layout, this process traces meanwhile,
+    which runs no compiler and no compiled kernel. There the kernels of a graph are compiled together, each in
+    a namespace of its own, by inductor's own command. A cache entry of inductor was compiled from an equal
+    graph; a cached library whose compiler was killed is built again.
     Cost: seconds to a minute of compilation in another process, and some seconds to load the result; where it
     is compiled here, with a warm cache, some seconds to trace, in large networks ten and more.
     """
@@ -141,7 +143,7 @@ class Compile(Engine):
         count: int,
     ) -> Result:
         """The program with what was compiled of it for so many compilers."""
-        engine = functions[0] if division is None else Chain(division, functions)
+        engine = with_results_apart(program, functions[0] if division is None else Chain(division, functions))
         forget(program)
         replay = dataclasses.replace(self, pieces=max(count, self.pieces) if self.pieces else 0)
         return Result(program.replace(engine=engine), 1, hints=tuple(hints), replay=replay)

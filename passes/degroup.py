@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
+from ampopt.ir.deciding_calls import deciding_node
 from ampopt.ir.graph import (
     add_constant,
     arguments,
@@ -16,7 +17,6 @@ from ampopt.ir.graph import (
     calls,
     computed_weight,
     constant,
-    deciding_node,
     dtype_of,
     finish,
     insert_call,
@@ -44,7 +44,8 @@ class Degroup(Pass):
     form is timed at the convolution's real shape, dtype and layout, format changes at its border included.
     Requires: a weight of the graph, a batched input.
     Declines: convolutions whose present form is the fastest, with the ratio; computed weights; all others
-    once the time for measurements is over; merging where values decide (the index of a maximum that is read).
+    once the time for measurements is over; merging where values decide (the index of a maximum that is read,
+    `nan_to_num`).
     Correct because: group g's outputs depend on group g's inputs alone. In a merged group the weights from
     other groups' inputs are zero, and zero times a finite number adds nothing; a split is the definition.
     NaN reaches the groups that it is merged with: where values decide, another group's NaN would be taken

@@ -44,8 +44,9 @@ class FoldConvBn(Pass):
     layer's only reader; it works on dimension 1 of an output of the layer's usual rank (so that a linear
     layer's features, or an unbatched convolution's channels, are not mistaken for another dimension), and
     returns the layer's dtype.
-    Declines: batch statistics; no running statistics; other readers; computed weights; other ranks;
-    other dtypes; W' or b' that the dtype of W cannot hold (the variance of a dead channel is 0).
+    Declines: batch statistics; no running statistics; other readers; computed weights; other ranks; a vector
+    as a linear layer's weight, whose one feature is no dimension of the output; other dtypes; W' or b' that
+    the dtype of W cannot hold (the variance of a dead channel is 0).
     Correct because: with s = γ / √(σ² + ε) for each output channel, bn(W ∗ x + b) = s · (W ∗ x) + s · (b - μ)
     + β, and convolution is linear in W, so W' = s · W along the output channel and b' = s · (b - μ) + β. The
     output channel is dimension 0 of W; a transposed convolution's W is [in, out / groups, *kernel], and its
@@ -104,6 +105,8 @@ def _why_not(norm: fx.Node, layer: fx.Node, shapes: dict[str, fx.Node]) -> str |
     rank = len(shape_of(shapes[layer.name]))
     if rank != _RANKS[layer.target]:
         return f"{layer.name} has {rank} dimensions: dimension 1 is not its output channel"
+    if len(shape_of(arguments(shapes[layer.name])["weight"])) != rank:
+        return f"the weight of {layer.name} is a vector: it has one feature, which is no dimension"
     if dtype_of(shapes[layer.name]) is not dtype_of(shapes[norm.name]):
         return f"it gives another dtype than {layer.name}"
     return None

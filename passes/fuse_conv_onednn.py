@@ -25,6 +25,7 @@ from ampopt.ir.graph import (
     tensor_meta,
 )
 from ampopt.ir.program import Program
+from ampopt.ir.results_apart import keep_results_apart
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
@@ -65,7 +66,8 @@ class FuseConvOnednn(Pass):
     autocast.
     Correct because: the operator is defined as act(conv(x, W, b)) and conv(x, W, b) + z; packing only
     reorders W. Every node before `last` has run when the fused call stands in its place. Intermediate
-    results stay in FP32 registers, where separate kernels round them.
+    results stay in FP32 registers, where separate kernels round them. A kernel may lay its result out
+    otherwise: results that were copies, and may be views of one memory by that, are copied.
     Cost: a second copy of the weights. Elsewhere, and in exported models, the plain form runs.
     """
 
@@ -93,6 +95,8 @@ class FuseConvOnednn(Pass):
                 chain = _Chain(conv, conv)
             _fuse(module, chain)
             rewrites += 1
+        if rewrites:
+            keep_results_apart(program, module)
         return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
 
 

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import fx
 
+from ampopt.ir.deciding_calls import deciding_node
 from ampopt.ir.graph import (
     add_constant,
     arguments,
     aten,
     constant,
-    deciding_node,
     finish,
     insert_call,
     reads_strides,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import fx
@@ -19,9 +20,11 @@ from ampopt.ir.graph import (
     is_constant,
     only_user,
     replace,
+    where,
 )
 from ampopt.ir.numerics import is_finite_in, is_rounded, widened
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import decides_by_values
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 
@@ -35,13 +38,15 @@ class MergeLinearChain(Pass):
     dtype; A and B are matrices.
     Declines: other readers of the first; computed weights; integers, which wrap around; a vector as A or B;
     products that the dtype of B cannot hold; pairs with a bottleneck between them, where the product has more
-    weights than both factors.
+    weights than both factors; all where an operator decides by values.
     Correct because: B·(A·x + a) + b = (B·A)·x + (B·a + b): matrix multiplication is associative and linear. A
-    bias of another shape than its layer's features is broadcast before it is multiplied. The product is
-    computed in float64 from the unrounded weights, carried on unrounded through the chain, and rounded once
-    to the dtype of B: there is no rounding between the layers, which matters in lower precisions. That holds
-    for numbers: NaN stays NaN, but infinities, of which A makes both signs and B then NaN, are multiplied by
-    B·A alone, and a ReLU may make 0 of one. Verification reverts the pass where that reaches an output.
+    bias of another shape than its layer's features is broadcast before it is multiplied; that of one row is
+    one number for each feature, whatever x is. The product is computed in float64 from the unrounded weights,
+    carried on unrounded through the chain, and rounded once to the dtype of B: there is no rounding between
+    the layers, which matters in lower precisions. That holds for numbers: NaN stays NaN, but infinities, of
+    which A makes both signs and B then NaN, are multiplied by B·A alone, and a ReLU may make 0 of one.
+    Verification reverts the pass where that reaches an output as a number; a comparison or `sign` would make
+    another number of it, in too small a share of a large result.
     Cost: none; the product has at most as many weights as the factors.
     """
 
@@ -53,11 +58,16 @@ class MergeLinearChain(Pass):
         """Merge from the front, so that a chain is merged into its last layer; see the class."""
         module, rewrites = copy_of(program.graph), 0
         declined: list[Declined] = []
+        decides = functools.cache(lambda: decides_by_values(program))
         for second in calls(module, [aten.linear.default]):
             first = second.args[0]
             if not isinstance(first, fx.Node) or first.target is not aten.linear.default:
                 continue
             if reason := _why_not(module, first, second):
+                declined.append(Declined(second.name, reason))
+                continue
+            if (node := decides()) is not None:
+                reason = f"{where(node)} may take another infinity, or none, for another value"
                 declined.append(Declined(second.name, reason))
                 continue
             if not _merge(module, first, second):
@@ -100,6 +110,8 @@ def _merge(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> bool:
         shape = torch.broadcast_shapes(inner_bias.shape, a.shape[:1])
         shift = widened(inner_bias).broadcast_to(shape) @ widened(b).T
         bias = shift if bias is None else shift + widened(bias)
+    if bias is not None and bias.numel() == b.shape[0]:
+        bias = bias.reshape(-1)  # of one row, as which a layer of one feature takes no matrix
     if not all(new is None or is_finite_in(stored.dtype, new) for new in (product, bias)):
         return False
     second.args, second.kwargs = (inner["input"], outer["weight"], outer["bias"]), {}

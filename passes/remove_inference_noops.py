@@ -57,7 +57,7 @@ def _is_noop(node: fx.Node, source: fx.Node) -> bool:
 
 def _kind(node: fx.Node) -> tuple[object, ...]:
     meta = tensor_meta(node)
-    return meta.shape, meta.dtype, meta.stride, node.meta["device"]
+    return meta.shape, meta.dtype, meta.stride, node.meta["device"], node.meta["signs"]
 
 
 def _copies_for_the_caller(node: fx.Node, source: fx.Node) -> bool:
@@ -82,7 +82,8 @@ class RemoveInferenceNoops(Pass):
     """Remove operators without effect in inference, and dead code: `noop(x)` -> `x`.
 
     Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes,
-    copies and casts whose result has the shape, the dtype, the strides and the device of their input.
+    copies and casts whose result has the shape, the dtype, the strides and the device of their input, and
+    lies as that does: a copy of a conjugate has its numbers in memory.
     Requires: nothing.
     Declines: copies which keep the caller's tensors separate: a result, or what it is a view of, from an
     input, a weight or another result; copies that ask for a memory format; operators that are not proven

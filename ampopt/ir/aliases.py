@@ -8,7 +8,8 @@ static sizes and strides of the inputs, which Dynamo guards, a graph's views do 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -124,3 +125,33 @@ def _view(result: Tensor, is_of_input: bool, place: int, base: Tensor) -> View |
         raise CaptureError("a result of it shares a part of its memory with another tensor")
     offset = int(result.storage_offset() - base.storage_offset())
     return View(is_of_input, place, tuple(result.size()), result.stride(), offset)
+
+
+def joined(results: Sequence[Tensor], *, but: Collection[tuple[int, int]] = ()) -> set[tuple[int, int]]:
+    """The pairs of results, by their places, of which a write to one may change the other, without `but`.
+
+    Parts of one memory may lie beside each other.
+    """
+    pairs = set(itertools.combinations(range(len(results)), 2)).difference(but)
+    return {(one, other) for one, other in pairs if _share_elements(results[one], results[other])}
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are of one memory."""
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+        return False
+    if not a.layout is b.layout is torch.strided:
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _share_elements(a: Tensor, b: Tensor) -> bool:
+    if not share_memory(a, b) or min(map(_end, (a, b))) <= max(a.data_ptr(), b.data_ptr()):
+        return False
+    return a.dtype is not b.dtype or bool((_elements(a) & _elements(b)).any())
+
+
+def _end(tensor: Tensor) -> int:
+    """The address behind a tensor's last element."""
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (steps + 1) * tensor.element_size()

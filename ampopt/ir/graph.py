@@ -332,28 +332,6 @@ def gives_a_number(module: fx.GraphModule) -> fx.Node | None:
     return None
 
 
-def deciding_node(module: fx.GraphModule) -> fx.Node | None:
-    """`decides_by_values` for a graph whose shapes are recorded."""
-    computed: set[fx.Node] = set()
-    node: fx.Node
-    for node in module.graph.nodes:
-        meta = node.meta.get("tensor_meta")
-        is_number = isinstance(meta, TensorMetadata) and (
-            meta.dtype.is_floating_point or meta.dtype.is_complex
-        )
-        if node.op == "placeholder" and is_number:
-            computed.add(node)
-        elif not computed.isdisjoint(node.all_input_nodes) and node.op != "output":
-            computed.add(node)
-            if (
-                isinstance(meta, TensorMetadata)
-                and not is_number
-                and any(u.op != "output" for u in node.users)
-            ):
-                return node
-    return None
-
-
 def is_native(node: fx.Node) -> bool:
     """Whether a call's operator is not one that PyTorch itself defines for every machine."""
     overload = node.target

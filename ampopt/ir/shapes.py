@@ -15,7 +15,8 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.shape_prop import TensorMetadata, _extract_tensor_metadata
 from torch.utils import _pytree as pytree
 
-from ampopt.ir.graph import copy_of, deciding_node
+from ampopt.ir.deciding_calls import deciding_node
+from ampopt.ir.graph import copy_of
 from ampopt.ir.own_autocast import own_scope
 from ampopt.ir.program import Program
 from ampopt.system.interrupts import check_interrupted
@@ -26,7 +27,7 @@ def record_shapes(program: Program) -> fx.GraphModule:
     """A copy of the program's graph whose nodes have their tensors' shape, dtype and strides recorded.
 
     One real run on the example inputs fills `node.meta["tensor_meta"]`, see `graph.shape_of` and `dtype_of`,
-    and `node.meta["device"]`.
+    `node.meta["device"]`, and `node.meta["signs"]`: whether its memory has conjugates, or negatives.
     While shapes are `foretold`, they are told without it.
     """
     foretold = _foretold.get()
@@ -197,7 +198,7 @@ class _Shapes(GraphRun):
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             n.meta["tensor_meta"] = map_aggregate(result, _meta_of)
         if isinstance(result, Tensor):
-            n.meta["device"] = result.device
+            n.meta["device"], n.meta["signs"] = result.device, (result.is_conj(), result.is_neg())
         return result
 
 
@@ -214,9 +215,11 @@ class _Values(_Shapes):
 
 
 def decides_by_values(program: Program) -> fx.Node | None:
-    """The first operator that makes integers or booleans of numbers and has readers; None if there is none.
+    """The first operator of which one NaN more is another number in a result; None if there is none.
 
-    Examples: the index of a maximum, a comparison, a sort. If an input becomes NaN, its readers read other
-    elements, or none.
+    It makes integers or booleans of numbers, and has readers: the index of a maximum, a comparison. If an
+    input becomes NaN, they read other elements, or none. Or it takes NaN itself for a number, or leaves it
+    out, as `nan_to_num`, `fmax` and `nansum` do, and a sort in another way; but not what takes inputs one by
+    one, before anything could have spread NaN from one to others.
     """
     return deciding_node(record_shapes(program))

@@ -13,6 +13,7 @@ from ampopt.ir.graph import (
     is_constant,
 )
 from ampopt.ir.program import CHANNELS_LAST, Border, Program
+from ampopt.ir.results_apart import keep_results_apart
 from ampopt.ir.transform import Declined, Result
 
 
@@ -41,5 +42,6 @@ def in_channels_last(program: Program) -> Result:
     )
     if entry == program.entry and not moved:
         return Result(program, 0, tuple(declined))
+    keep_results_apart(program, module)
     changed = program.with_graph(finish(module)).replace(entry=entry)
     return Result(changed, rewrites, tuple(declined))

@@ -1,16 +1,17 @@
 """Whose memory a program's results are, and whether its caller's inputs stay as they were.
 
 No error of an output tells: `relu_` in the place of `relu` gives right numbers, and leaves others in the
-caller's image; a result that is a view of a weight is right until the caller writes to it.
+caller's image; a result that is a view of a weight, or of another result, is right until the caller writes to
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from ampopt.ir.aliases import joined, share_memory
 from ampopt.ir.model_copy import same_tensor
 from ampopt.measure.original import HasOperators, Run
 
@@ -27,6 +28,8 @@ class Watched:
         self.reason: str | None = None
         self.error: Exception | None = None
         """What the function has raised."""
+        self.joined: set[tuple[int, int]] = set()
+        """Pairs of outputs that have had elements in the same memory."""
         self._run, self._last, self._static = run, list[Tensor](), static
 
     @property
@@ -43,6 +46,7 @@ class Watched:
             self.error = error
             raise
         self.reason = self.reason or self._why_not_own(tensors, before, outputs)
+        self.joined |= joined(outputs, but=self.joined)
         if not self._static:
             self._last = list(outputs)  # alive in the next call, so that nothing else gets its memory
         return outputs
@@ -54,16 +58,8 @@ class Watched:
             if not same_tensor(tensor, kept):
                 return f"it writes to input {place}"
         for place, output in enumerate(outputs):
-            if any(_share_memory(output, tensor) for tensor in tensors):
+            if any(share_memory(output, tensor) for tensor in tensors):
                 return f"output {place} shares memory with an input"
-            if any(_share_memory(output, other) for other in self._last):
+            if any(share_memory(output, other) for other in self._last):
                 return f"output {place} shares memory with an earlier call's"
         return None
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
-        return False
-    if not a.layout is b.layout is torch.strided:
-        return False
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -117,8 +117,8 @@ class Verifier(OwnErrors):
             synchronize(self.device)  # raises where the device is left unusable, which is more than wrong
             reason = f"it raises an error where the original answers: {first_line(error)}"
             return Check(math.inf, lane.limits.largest, reason)
-        if found.passed and watched.reason is not None and watched.reason != self._own_ways(lane):
-            return Check(found.error, found.limit, watched.reason)
+        if found.passed and (other := self._why_other_ways(watched, lane)) is not None:
+            return Check(found.error, found.limit, other)
         return found
 
     def _check_values(self, run: Run, lane: Lane, *, everywhere: bool) -> Check:
@@ -223,12 +223,28 @@ class Verifier(OwnErrors):
         reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
         return Check(worst, limit, reason)
 
-    def _own_ways(self, lane: Lane) -> str | None:
-        """What the original itself does with its caller's memory."""
+    def _why_other_ways(self, watched: Watched, lane: Lane) -> str | None:
+        """What a run does with its caller's memory, or its results', that the original itself does not do."""
+        if watched.reason is None and not watched.joined:
+            return None
+        own = self._own_ways(lane)
+        if watched.reason is not None and watched.reason != own.reason:
+            return watched.reason
+        joined = watched.joined - own.joined
+        if joined and lane.is_mixed:  # a cast makes a tensor of its own where FP32 has one tensor twice
+            joined -= self._own_ways(FP32).joined
+        results = len(self.reference(self.draws[0])[0]) - len(self.captured.state)
+        pairs = sorted(pair for pair in joined if max(pair) < results)
+        return (
+            "outputs {} and {} share memory, and the original's do not".format(*pairs[0]) if pairs else None
+        )
+
+    def _own_ways(self, lane: Lane) -> Watched:
+        """What the original itself does with its caller's memory, and with that of its results."""
         watched = Watched(self.eager(lane))
         for draw in self.draws:
             self.steps(watched, draw)
-        return watched.reason
+        return watched
 
     def lost_fault(self, run: Run, lane: Lane) -> str | None:
         """Why NaN or infinity of an input is lost; None if it is not lost, or if `faults` is "ignore"."""

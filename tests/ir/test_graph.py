@@ -39,8 +39,6 @@ from ampopt.ir.graph import (
 )
 from ampopt.ir.origin import Origin
 from ampopt.ir.pool_indices import pooling_operators
-from ampopt.ir.shapes import decides_by_values
-from tests.helpers import Model, program_of
 
 X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 HERE = Origin("layer.act", "net.py:22")
@@ -269,29 +267,6 @@ def test_operators_that_read_strides_or_give_numbers_are_found() -> None:
     assert reads_strides(strided) is node_of(strided, aten.as_strided.default)
     number = graph_of(lambda g, x: g.call_function(aten.item.default, (x,)))
     assert gives_a_number(number) is node_of(number, aten.item.default)
-
-
-@pytest.mark.parametrize(
-    ("function", "found"),
-    [
-        (lambda m, x: x.argmax(1) + 1, "argmax"),
-        (lambda m, x: torch.where(x.relu() > 0, x, -x), "gt"),
-        (lambda m, x: x.argmax(1), None),
-        (lambda m, x: x[:, torch.arange(2) + 1], None),
-        (lambda m, x: x.relu() + 1, None),
-    ],
-)
-def test_what_decides_by_values_is_an_index_or_boolean_of_inputs_that_is_read(
-    function: Callable[..., Any], found: str | None
-) -> None:
-    node = decides_by_values(program_of(Model(function), X))
-    assert (node and node.name) == found
-
-
-def test_integers_made_of_integer_inputs_decide_nothing_by_values() -> None:
-    index = torch.tensor([0, 2])
-    model = Model(lambda m, x, index: x[:, index + 1] * (index > 0).view(1, 2, 1, 1))
-    assert decides_by_values(program_of(model, X, index - 1)) is None
 
 
 def test_native_calls_are_those_that_pytorch_does_not_define_and_ours_are_not_opaque() -> None:

@@ -1,4 +1,4 @@
-"""Ownership: right numbers in memory that is not the caller's, or in the caller's own, are refused."""
+"""Ownership: right numbers in memory that is not the caller's, or another result's, are refused."""
 
 from __future__ import annotations
 
@@ -86,6 +86,28 @@ def test_a_result_that_is_the_programs_own_memory_is_refused() -> None:
     own = torch.ones(3)
     reason = reason_for(lambda m, x: (x + 1, m.w * 1), lambda x: [x + 1, own[:]])
     assert reason == "output 1 shares memory with an earlier call's"
+
+
+def test_results_that_share_memory_are_refused_where_the_originals_do_not() -> None:
+    def twice(x: Tensor) -> list[Tensor]:
+        y = x.relu()
+        return [x + 1, y, y.view(4, 8)]
+
+    def apart(x: Tensor) -> list[Tensor]:
+        z, y = x + 1, x.relu()
+        return [z, y, y.clone().view(4, 8)]
+
+    shared = "outputs 1 and 2 share memory, and the original's do not"
+    assert reason_for(lambda m, x: (x + 1, (y := x.relu()), y.clone().view(4, 8)), twice) == shared
+    assert reason_for(lambda m, x: (x + 1, (y := x.relu()), y.view(4, 8)), twice) is None
+    assert reason_for(lambda m, x: (x + 1, (y := x.relu()), y.view(4, 8)), apart) is None
+
+
+def test_results_that_lie_beside_each_other_in_one_memory_pass() -> None:
+    def beside(x: Tensor) -> list[Tensor]:
+        return list(torch.stack([x + 1, x + 2], -1).unbind(-1))
+
+    assert reason_for(lambda m, x: (x + 1, x + 2), beside) is None
 
 
 def test_results_may_stay_in_the_programs_memory_where_the_caller_asks_for_that() -> None:

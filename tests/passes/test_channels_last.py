@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.engines.executable import executable
 from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, calls, constant, copy_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
@@ -120,6 +122,31 @@ def test_an_output_that_is_no_feature_map_comes_contiguous(name: str) -> None:
     (output,) = ChannelsLast().apply(program_of(model, x)).program.run(x)
     assert output.dim() < 4
     assert output.is_contiguous()
+
+
+def _joined(results: Sequence[Tensor]) -> int:
+    """How many results have the memory of another one."""
+    return len(results) - len({result.untyped_storage().data_ptr() for result in results})
+
+
+def test_results_that_are_copies_in_the_usual_format_are_no_views_of_one_memory() -> None:
+    def heads(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        y = m.conv(x).permute(0, 2, 3, 1)
+        return y.reshape(2, -1, 8), y.reshape(2, 4, -1), y.reshape(-1, 8).relu()
+
+    model, x = Model(heads, conv=nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 6, 6)
+    result = check_pass(ChannelsLast(), model, x, rewrites=1)
+    assert targets_of(result.program).count(aten.clone.default) == 1
+    assert (_joined(model(x)), _joined(executable(result.program)(x))) == (0, 0)
+
+
+def test_results_that_are_one_memory_stay_so() -> None:
+    model = Model(
+        lambda m, x: ((y := m.conv(x).flatten(1).relu()), y.view(2, 8, -1)), conv=nn.Conv2d(3, 8, 3)
+    )
+    result = check_pass(ChannelsLast(), model, x := torch.randn(2, 3, 6, 6), rewrites=1)
+    assert aten.clone.default not in targets_of(result.program)
+    assert (_joined(model(x)), _joined(executable(result.program)(x))) == (1, 1)
 
 
 def test_views_stay_right_where_capture_had_to_functionalize_the_graph() -> None:

@@ -18,6 +18,7 @@ from torch._inductor.utils import clear_caches
 from ampopt.engines.divided import Chain
 from ampopt.engines.inductor_code import LoadedCode
 from ampopt.errors import PassError
+from ampopt.ir.aliases import joined
 from ampopt.ir.graph import aten, calls, copy_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import same_tensor
@@ -109,6 +110,15 @@ def test_where_the_code_is_not_all_the_engine_around_it_answers(monkeypatch: pyt
     assert not isinstance(result.program.engine, LoadedCode)
     assert Compile().send(result.program) is None
     check_outputs(Compile.numerics, program, result.program, model, [x], FP32)
+
+
+def test_equal_results_that_the_graph_has_apart_are_apart() -> None:
+    model = Model(lambda m, x: ((y := x.relu() + 1), x.relu() + 1, y.view(-1), y * 2))
+    x = torch.randn(3, 5)
+    program = program_of(model, x)
+    for each in (program, Compile().apply(program).program):
+        assert joined(each.run(x)) == joined(model(x)) == {(0, 2)}
+        assert all(map(torch.equal, each.run(x), model(x)))
 
 
 def test_no_call_compiles_anything_more(compiled: _Compiled) -> None:

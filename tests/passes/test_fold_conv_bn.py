@@ -272,6 +272,12 @@ def test_padding_that_is_named_folds_too() -> None:
             id="linear on 3 dimensions",
         ),
         pytest.param(
+            Model(lambda m, x: m.norm(F.linear(x, m.w)), w=torch.randn(5), norm=nn.BatchNorm1d(4)),
+            (2, 4, 5),
+            "the weight of linear is a vector: it has one feature, which is no dimension",
+            id="linear of a vector",
+        ),
+        pytest.param(
             nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm1d(4)),
             (3, 4, 5),
             "conv2d has 3 dimensions: dimension 1 is not its output channel",

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.ir.aliases import joined
+from ampopt.ir.graph import aten
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.transform import replay
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn
@@ -177,3 +179,14 @@ def test_what_reads_memory_by_strides_finds_it_as_eager_lays_it_out(read: Callab
         program = FuseConvOnednn().apply(program_of(model, x)).program
         with torch.no_grad():
             assert torch.allclose(program.run(x)[0], model(x), atol=1e-5)
+
+
+def test_results_that_were_copies_are_no_views_of_what_the_kernel_lays_out_otherwise() -> None:
+    def heads(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        y = m.conv(x).permute(0, 2, 3, 1)
+        return y.reshape(2, -1, 8), y.reshape(2, 4, -1), m.other(x), m.other(x).tanh()
+
+    model = Model(heads, conv=nn.Conv2d(4, 8, 3), other=nn.Conv2d(4, 8, 3))
+    result = FuseConvOnednn().apply(program_of(model, x := torch.randn(2, 4, 6, 6)))
+    assert targets_of(result.program).count(aten.clone.default) == 1, "what is fresh anyway is not copied"
+    assert joined(result.program.run(x)) == joined(model(x)) == set()

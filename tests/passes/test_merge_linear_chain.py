@@ -96,6 +96,27 @@ def test_a_bias_may_be_of_any_shape_that_its_layer_takes(shape: tuple[int, ...])
     check_pass(MergeLinearChain(), model, torch.randn(4, 4), rewrites=1)
 
 
+@pytest.mark.parametrize("decide", [torch.sign, lambda y: torch.where(y > 0, 1.0, -1.0)])
+def test_where_an_infinity_becomes_another_number_nothing_is_merged(
+    decide: Callable[[Tensor], Tensor],
+) -> None:
+    """The layers make NaN of it, their product an infinity: in one of many rows that is not seen."""
+    model = Model(lambda m, x: decide(m.b(m.a(x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    result = MergeLinearChain().apply(program_of(model, x := torch.randn(4, 6)))
+    x[1, 2] = torch.inf
+    assert torch.equal(result.program.run(x)[0], model(x))
+    assert "may take another infinity, or none, for another value" in result.declined[0].reason
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 3)])
+def test_a_bias_of_one_row_is_one_for_each_feature_of_the_product(shape: tuple[int, ...]) -> None:
+    """PyTorch adds a matrix of one row to a vector of several features, but not to one of a single one."""
+    members = {"a": torch.randn(4, 3), "c": torch.randn(1, 4), "b": torch.randn(1, 4)}
+    model = Model(lambda m, x: F.linear(F.linear(x, m.a, m.c), m.b), **members)
+    result = check_pass(MergeLinearChain(), model, torch.randn(shape), rewrites=1)
+    assert result.program.graph.linear_1_bias.shape == (1,)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "reason"),
     [

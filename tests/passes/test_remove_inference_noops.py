@@ -114,6 +114,22 @@ def test_what_changes_something_stays(other: Function) -> None:
     check_pass(RemoveInferenceNoops(), model, torch.randn(2, 3, 4, 4), rewrites=0)
 
 
+@pytest.mark.parametrize(
+    ("function", "rewrites"),
+    [
+        (lambda x: torch.view_as_real(x.conj().to(torch.complex64, copy=True)) + 1, 0),
+        (lambda x: torch.view_as_real(x.conj().clone().clone()) + 1, 1),
+    ],
+    ids=["once", "twice"],
+)
+def test_a_copy_that_puts_conjugates_into_memory_stays(function: Function, rewrites: int) -> None:
+    """What reads memory as other numbers refuses a tensor that only says that it is a conjugate."""
+    model, x = Model(lambda m, x: function(torch.fft.rfft(x))), torch.randn(2, 8)
+    result = RemoveInferenceNoops().apply(program_of(model, x))
+    assert result.rewrites == rewrites
+    assert torch.equal(result.program.run(x)[0], model(x))
+
+
 def test_the_graph_reads_as_if_the_noops_had_not_been_written() -> None:
     model = Model(lambda m, x: F.dropout(m.linear(x.detach()), training=False)[:, :5], linear=nn.Linear(4, 5))
     result = check_pass(RemoveInferenceNoops(), model, torch.randn(2, 4), rewrites=3)
