@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -14,6 +13,7 @@ from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import aten, calls, constant_outputs, gives_a_number
 from ampopt.ir.pass_options import option
 from ampopt.ir.program import Program
+from ampopt.ir.traced_forms import graph_to_trace
 from ampopt.ir.transform import Engine, Result
 
 _SWALLOWED_BY_ONEDNN = (
@@ -74,7 +74,7 @@ class Script(Engine):
     def _build(self, program: Program) -> Callable[..., Sequence[Tensor]]:
         with capturing(), program.scope():
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
-            traced = torch.jit.trace(copy.deepcopy(program.graph).eval(), tuple(entered), check_trace=False)
+            traced = torch.jit.trace(graph_to_trace(program), tuple(entered), check_trace=False)
             frozen = torch.jit.freeze(traced)
             swallows = program.device.type == "cpu" and any(calls(program.graph, _SWALLOWED_BY_ONEDNN))
             optimized = frozen if swallows else torch.jit.optimize_for_inference(frozen)

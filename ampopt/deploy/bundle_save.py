@@ -28,6 +28,7 @@ from ampopt.bundle.files import bundle_errors, write_bundle
 from ampopt.bundle.program_file import write_program
 from ampopt.bundle.stored_sizes import StoredSizes, stored_sizes, write_sizes
 from ampopt.bundle.stored_state import write_state
+from ampopt.bundle.written_memory import with_written_memory
 from ampopt.deploy.bundle_onnx import write_onnx
 from ampopt.deploy.carried_exports import exports_file
 from ampopt.deploy.known_backend import CHOOSING_S, backend_file
@@ -107,7 +108,8 @@ def save_bundle(
             pass_test(sized.program, each)
     states = len(captured.state)
     all_differ = tells_equal_from_same(original, captured.leaves, captured.spec, captured.program.device)
-    data, weights = write_program(held.program)
+    filled = held.program.with_graph(with_written_memory(held.program.graph))
+    data, weights = write_program(filled)
     program = {"program": data, "recipe": write_recipe(steps)}
     files: dict[str, bytes | Path] = {
         "program.json": json.dumps(program, allow_nan=False).encode(),

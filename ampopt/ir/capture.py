@@ -36,6 +36,7 @@ from ampopt.ir.obstacles import obstacle
 from ampopt.ir.origin import note_exported
 from ampopt.ir.outside import variables_kept
 from ampopt.ir.place_in_code import place_in_code
+from ampopt.ir.plain_tensors import why_not_dense
 from ampopt.ir.program import Border, Program
 from ampopt.ir.scripted import export_script, scripted_submodules, with_frozen_scripts
 from ampopt.ir.settings import plain_world
@@ -151,6 +152,8 @@ def _capture(
     kind = type(model).__name__
     if (unknown := unknown_container(leaves)) is not None:
         raise CaptureError(f"{kind} is called with {unknown}")
+    if (sparse := next(filter(None, map(why_not_dense, tensors_of(leaves))), None)) is not None:
+        raise CaptureError(f"{kind} is called with a tensor that {sparse}")
     try:
         with capturing(), plain_world(device), untouched_rng(device), variables_kept(model):
             if not is_normal(leaves, spec) and (reason := why_not_normal(model, args, kwargs, device)):

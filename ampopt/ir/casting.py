@@ -96,6 +96,9 @@ def own_dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype:
 class _CastRecorder(TorchDispatchMode):
     """Notes every cast of a floating-point tensor that happens while it is active."""
 
+    supports_higher_order_operators = True
+    """They run as they are, as operators of the user's do: what they cast inside is their own business."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.casts: list[tuple[Tensor, torch.dtype]] = []

@@ -38,6 +38,9 @@ _RECURRENT: frozenset[object] = _CELLS | {
 class _WideningCasts(TorchDispatchMode):
     """Notes the tensors that are cast to float32 while it is active."""
 
+    supports_higher_order_operators = True
+    """They run as they are, as operators of the user's do: what they cast inside is their own business."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[Tensor] = []

@@ -29,6 +29,9 @@ class EmulatedHalf(TorchDispatchMode):
     without float16 arithmetic takes hundreds of times as long for its own float16 convolutions.
     """
 
+    supports_higher_order_operators = True
+    """They run as they are: an operator of the user's that writes to its arguments is in one of them."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 

@@ -84,8 +84,8 @@ def without_gradients(tensor: Tensor) -> Tensor:
 def _of_class(plain: Tensor, tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         made: Tensor = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-    else:
-        made = plain.as_subclass(type(tensor))
+    else:  # a sparse tensor, which has no memory of its own, would be no subclass of its own class
+        made = plain if type(plain) is type(tensor) else plain.as_subclass(type(tensor))
     vars(made).update(vars(tensor))
     return made
 

@@ -111,8 +111,16 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
     These are of the example's finite elements, and so are all that are drawn: a sensor's NaN and infinities
     would spread, and nothing could be told of what they spoil. Integers and booleans are a permutation of the
     example's values, so that indices stay valid. Where these are all the same, booleans and bytes, which are
-    pixels, are drawn from all that there are. The first column of what `may_be_regions` stays as it is.
+    pixels, are drawn from all that there are. The first column of what `may_be_regions` stays as it is. A
+    sparse tensor keeps its places, and gets other values there.
     """
+    if example.is_mkldnn:
+        return fresh_draw(example.to_dense(), generator).to_mkldnn()
+    if example.layout is not torch.strided:
+        drawn = example.detach().clone()
+        values = drawn._values() if drawn.layout is torch.sparse_coo else drawn.values()
+        values.copy_(fresh_draw(values, generator))
+        return drawn
     if example.is_complex():
         return torch.view_as_complex(fresh_draw(torch.view_as_real(example.resolve_conj()), generator))
     if not example.dtype.is_floating_point:

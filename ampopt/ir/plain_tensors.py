@@ -154,6 +154,11 @@ def _why_not_plain(tensor: Tensor) -> str | None:
         return f"is a {kind.__name__}, which is no plain tensor: give a torch.Tensor with its numbers"
     if tensor.is_nested:
         return "is nested: call the module with one plain tensor after the other, or pad them"
+    return why_not_dense(tensor)
+
+
+def why_not_dense(tensor: Tensor) -> str | None:
+    """That the numbers of a tensor do not lie in memory as they are, and what makes them; None: they do."""
     if tensor.layout is not torch.strided:
         return f"is {str(tensor.layout).removeprefix('torch.')}: convert it with .to_dense()"
     return "is quantized: convert it with .dequantize()" if tensor.is_quantized else None

@@ -69,7 +69,7 @@ class PartlyOptimizedModule(Deployable):
         self._original, self._optimized = [model], dict(optimized)  # in a list: `.to()` leaves it alone
         self._monitor, self._strict = Monitor(chose_original=report.chosen == ORIGINAL), False
         self._was_not_tried = not was_tried
-        self._example = example[0].new_empty(0) if example else torch.empty(0, device=device)
+        self._example = _without_elements(example[0]) if example else torch.empty(0, device=device)
         self._is_copy, self._answer = is_copy, list[Callable[..., Any]]([model])
         if is_copy:
             self.reset_state()
@@ -244,3 +244,10 @@ def as_it_was(
     return PartlyOptimizedModule(
         original, {}, None, ledger, device, is_copy=is_copy, was_tried=False, example=tensors
     )
+
+
+def _without_elements(example: Tensor) -> Tensor:
+    """A dense tensor without elements, of an example's dtype and on its device; sparse rows have no such."""
+    if example.layout is torch.strided:
+        return example.new_empty(0)
+    return torch.empty(0, dtype=example.dtype, device=example.device)

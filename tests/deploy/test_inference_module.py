@@ -151,6 +151,31 @@ def test_the_weights_of_a_model_that_cannot_be_copied_can_be_read() -> None:
     assert [name for name, _ in fast.named_buffers()] == [name for name, _ in model.named_buffers()]
 
 
+class OnGraph(nn.Module):
+    """A layer on the nodes of a graph, whose edges are a sparse matrix."""
+
+    edges: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(4).to_sparse())
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.sparse.mm(self.edges, self.layer(x))
+        return product
+
+
+def test_a_sparse_weight_can_be_read_and_moved_to_where_it_is() -> None:
+    model = OnGraph().eval()
+    fast: Any = optimize(model, torch.randn(4, 3), precision="fp32", budget_s=3)
+    saved = nn.Sequential(fast).state_dict()["0.edges"]
+    for mine in (dict(fast.named_buffers())["edges"], fast.get_buffer("edges"), saved):
+        assert torch.equal(mine.to_dense(), model.edges.to_dense())
+    assert fast.to("cpu") is fast
+    assert fast.load_state_dict(model.state_dict()).missing_keys == []
+
+
 def test_what_reads_the_model_itself_is_told_where_it_is(pair: Pair) -> None:
     with pytest.raises(AttributeError, match=r"'threshold': of its original .* has the call"):
         _ = pair[1].threshold

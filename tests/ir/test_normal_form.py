@@ -143,6 +143,17 @@ def test_a_true_copy_has_the_class_and_other_memory(tensor: Tensor) -> None:
     assert torch.equal(made, tensor)
 
 
+@pytest.mark.parametrize("kind", [Tensor, nn.Parameter])
+def test_a_sparse_tensor_has_a_true_copy(kind: Any) -> None:
+    plain = torch.eye(3).to_sparse()
+    tensor = plain if kind is Tensor else kind(plain)
+    made = true_copy(tensor)
+    assert (type(made), made.layout) == (kind, torch.sparse_coo)
+    with torch.no_grad():
+        made.mul_(2)
+    assert torch.equal(tensor.to_dense(), torch.eye(3))
+
+
 def test_a_capture_has_a_tensor_for_each_argument() -> None:
     _, captured = captured_of(Model(lambda m, a, b: a - 2 * b), X, X)
     assert is_normal(captured.leaves, captured.spec)

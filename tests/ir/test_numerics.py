@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,6 +84,28 @@ def test_a_fresh_draw_of_a_constant_is_finite(example: Tensor) -> None:
     drawn = fresh_draw(example, torch.Generator().manual_seed(0))
     assert drawn.shape == example.shape
     assert torch.isfinite(drawn).all()
+
+
+SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "places": Tensor.to_sparse,
+    "rows": Tensor.to_sparse_csr,
+    "columns": Tensor.to_sparse_csc,
+    "blocks": lambda x: x.to_sparse_bsr((2, 2)),
+    "packed": Tensor.to_mkldnn,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_fresh_draw_of_what_is_not_dense_has_other_values_in_the_same_places(kind: str) -> None:
+    dense = torch.diag(torch.arange(1.0, 9.0))
+    example = SPARSE[kind](dense)
+    drawn = fresh_draw(example, torch.Generator().manual_seed(0))
+    assert (drawn.layout, drawn.shape, drawn.dtype) == (example.layout, example.shape, example.dtype)
+    assert torch.equal(example.to_dense(), dense)
+    assert not torch.equal(drawn.to_dense(), dense)
+    if kind in ("places", "rows", "columns"):
+        assert torch.equal(drawn.to_dense() != 0, dense != 0)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

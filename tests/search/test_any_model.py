@@ -172,6 +172,33 @@ def test_odd_models_are_answered_for(name: str) -> None:
         _alike(fast(*args), model(*args))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "laid"),
+    [("sparse_coo", Tensor.to_sparse), ("sparse_csr", Tensor.to_sparse_csr), ("_mkldnn", Tensor.to_mkldnn)],
+)
+def test_a_model_with_parts_is_called_with_what_is_not_dense(
+    name: str, laid: Callable[[Tensor], Tensor]
+) -> None:
+    def given() -> Tensor:
+        return laid(torch.diag(torch.rand(4)))
+
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        hidden = m.after(m.first(y).relu())
+        product: Tensor = x.to_dense() @ hidden if x.is_mkldnn else torch.sparse.mm(x, hidden)
+        return product
+
+    model = model_of(forward, first=linear(), after=linear())
+    fast: Any = optimize(model, (given(), L[0]), cache=False)
+    reason = f"called with a tensor that is {name}: convert it with .to_dense()"
+    assert reason in fast.report.notes[0]
+    with torch.no_grad():
+        for x in (given(), given()):
+            torch.testing.assert_close(fast(x, L[1]), model(x, L[1]))
+    if fast.report.chosen == ORIGINAL:
+        fast.prepare((given(), L[1]))
+
+
 def _alike(found: Any, expected: Any) -> None:
     if isinstance(expected, Tensor) and not expected.is_nested:
         assert torch.allclose(found.to(torch.complex128), expected.to(torch.complex128), atol=3e-2, rtol=3e-2)
