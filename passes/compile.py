@@ -202,8 +202,9 @@ class Compile(Engine):
             module = with_forms(module, entered, DIVISIONS)
             with tracing(TracingContext(mode := static_shapes())):
                 described = [mode.from_tensor(tensor, static_shapes=True) for tensor in entered]
+                how = options(program.device.type)
                 try:
-                    engine: Any = compile_fx(module, described, compile_trace, config_patches=options())
+                    engine: Any = compile_fx(module, described, compile_trace, config_patches=how)
                 except Exception:
                     rehearsed()  # where it failed, that is the reason, and not what inductor makes of it
                     raise

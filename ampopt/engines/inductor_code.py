@@ -22,12 +22,16 @@ logger = logging.getLogger("ampopt")
 
 
 @functools.cache
-def options() -> dict[str, Any]:
-    """How inductor compiles for inference, without CUDA graphs of its own.
+def options(device: str) -> dict[str, Any]:
+    """How inductor compiles for inference on a kind of device, without CUDA graphs of its own.
 
     Its first passes may change strides: they pad the sizes of matrix products where that is faster. After
     them it looks at what its graph gives, and a view that such strides do not allow fails there, if the
     device's speed has decided so. It makes reshapes of all views itself, but later.
+
+    The keys of its cache do not tell for which of a processor's instruction sets it has written its code, and
+    it compiles what it finds for the one that this process has: what was written for AVX2 writes beyond a
+    buffer's end where it is compiled for AVX-512, whose vectors are twice as wide. The pass tells it in them.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass  # inductor takes a second to load
 
@@ -39,8 +43,12 @@ def options() -> dict[str, Any]:
                 node.target = torch.ops.aten.reshape.default
 
         def uuid(self) -> str:
-            """What stands for this pass in the keys of inductor's cache."""
-            return "ampopt: reshapes for views, 1"
+            """What stands for this pass in the keys of inductor's cache, asked before code is written."""
+            if device != "cpu":
+                return "ampopt: reshapes for views, 1"
+            from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+            return f"ampopt: reshapes for views, 1; for {pick_vec_isa()}"
 
     return {
         "triton.cudagraphs": False,
@@ -78,7 +86,7 @@ class InductorCode:
         from torch._inductor.utils import BoxedBool
 
         constants: Any = _Sent(self.constants)
-        with tracing(TracingContext(static_shapes())), config.patch(options()):
+        with tracing(TracingContext(static_shapes())), config.patch(options("cuda")):
             graph, _ = FxGraphCache._lookup_graph(self.key, [], True, None, constants)
             if graph is None:
                 raise LookupError(f"inductor's cache has no entry {self.key}")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor import config
+from torch._inductor import config, cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ampopt.engines.inductor_code import InductorCode, LoadedCode, is_whole
@@ -41,6 +41,21 @@ def weighted(scale: float) -> tuple[nn.Module, Tensor]:
 def sent_by(program: Program) -> tuple[Program, dict[str, Any] | None]:
     made = Compile().apply(program).program
     return made, Compile().send(made)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_own_cache")
+def test_code_for_one_instruction_set_is_not_found_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may be on a disk of several machines; code for shorter vectors writes beyond its buffers."""
+    model, x = Model(lambda m, x: x * 2), torch.randn(144)
+    keys = list[str]()
+    for isa in (cpu_vec_isa.pick_vec_isa(), cpu_vec_isa.InvalidVecISA(), cpu_vec_isa.pick_vec_isa()):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_vec_isa, "pick_vec_isa", lambda isa=isa: isa)
+            _, sent = sent_by(program_of(model, x))
+        assert sent is not None
+        keys.append(sent["key"])
+    assert keys[0] == keys[2] != keys[1]
 
 
 @needs_compiler
@@ -94,7 +109,7 @@ def test_a_view_of_what_inductor_has_padded_is_a_copy(
     x = torch.randn(1, 3, 10, 10)
     program = program_of(model, x)
     if not with_reshapes:
-        monkeypatch.setattr("ampopt.passes.compile.options", lambda: {"freezing": True})
+        monkeypatch.setattr("ampopt.passes.compile.options", lambda _: {"freezing": True})
     patches = {
         "joint_custom_pre_pass": Pads(),
         "force_layout_optimization": True,
