@@ -95,8 +95,8 @@ def refuse_more(more: tuple[Any, ...]) -> None:
     """Raise InputError if example inputs were passed as separate arguments."""
     if more:
         raise InputError(
-            f"{1 + len(more)} example inputs were given one by one: pass the arguments as one tuple, "
-            "optimize(model, (a, b))"
+            f"{1 + len(more)} example inputs were given one by one: pass the arguments as one tuple, (a, b), "
+            "and those with keywords as example_kwargs={...}"
         )
 
 

@@ -115,10 +115,11 @@ def test_any_collection_of_names_may_be_excluded(excluded: Any) -> None:
     assert Options(exclude=excluded).exclude == ("compile",)
 
 
-@pytest.mark.parametrize("function", ["optimize", "compare"])
+@pytest.mark.parametrize("function", ["optimize", "compare", "diagnose"])
 def test_inputs_that_are_no_tuple_are_refused_with_the_tuple(function: str) -> None:
     advice = re.escape(
-        "2 example inputs were given one by one: pass the arguments as one tuple, optimize(model, (a, b))"
+        "2 example inputs were given one by one: pass the arguments as one tuple, (a, b), and those with "
+        "keywords as example_kwargs={...}"
     )
     with pytest.raises(InputError, match=advice):
         getattr(ampopt, function)(tiny(), X, X)
