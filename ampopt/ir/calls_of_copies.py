@@ -20,6 +20,7 @@ from ampopt.ir.numerics import fresh_draw, least_error, relative_error
 from ampopt.ir.outer_world import OuterWorld
 from ampopt.ir.run_code import RunCode
 from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors
+from ampopt.ir.unread_contents import used_contents
 
 MOST_FIRST_CALLS = 32
 """Largest number of calls after which a state has to have the structure that it keeps."""
@@ -97,7 +98,10 @@ def _version(tensor: Tensor) -> int | None:
 def read_first(
     model: nn.Module, places: Collection[Attribute], call: Callable[[nn.Module], Any]
 ) -> set[Attribute]:
-    """The attributes that a call reads before it sets them, and so what an earlier one has left there."""
+    """The attributes that a call reads before it sets them, and so what an earlier one has left there.
+
+    Of a container that is read, the tensors in it count: those that an earlier call has left.
+    """
     duplicate = working_copy(model)
     first: dict[Attribute, str] = {}
     try:
@@ -105,9 +109,10 @@ def read_first(
             module = duplicate.get_submodule(name)
             module.__class__ = _watched(module, name, first)
         call(duplicate)
+        read = {place for place in places if first.get(place) != "written"}
+        return used_contents(duplicate, read, call) if read else read
     except Exception:  # a class that cannot be watched
         return set(places)
-    return {place for place in places if first.get(place) != "written"}
 
 
 def _watched(module: nn.Module, name: str, first: dict[Attribute, str]) -> type[nn.Module]:
