@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
-from ampopt.engines.apart import with_results_apart
+from ampopt.engines.apart import with_results_apart, without_copies
 from ampopt.engines.cpp_compiler import prepared_compiler
 from ampopt.engines.divided import Chain, Division, divided
 from ampopt.engines.inductor_code import InductorCode, LoadedCode, is_whole, options, static_shapes
@@ -154,7 +154,7 @@ class Compile(Engine):
 
     def send(self, program: Program) -> dict[str, Any] | None:
         """The key and the constants of inductor's code, if the program's engine is nothing but that code."""
-        made = program.engine
+        made = without_copies(program.engine)
         if not isinstance(made, LoadedCode) or made.code is None:
             return None
         return {"key": made.code.key, "constants": made.code.constants}

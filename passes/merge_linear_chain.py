@@ -110,7 +110,7 @@ def _merge(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> bool:
         shape = torch.broadcast_shapes(inner_bias.shape, a.shape[:1])
         shift = widened(inner_bias).broadcast_to(shape) @ widened(b).T
         bias = shift if bias is None else shift + widened(bias)
-    if bias is not None and bias.numel() == b.shape[0]:
+    if bias is not None and bias.shape[-1:] == b.shape[:1] == (bias.numel(),):
         bias = bias.reshape(-1)  # of one row, as which a layer of one feature takes no matrix
     if not all(new is None or is_finite_in(stored.dtype, new) for new in (product, bias)):
         return False

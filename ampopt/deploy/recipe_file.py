@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ampopt.bundle.stored_values import array, members, refuse
-from ampopt.ir.pass_options import why_not
+from ampopt.ir.pass_options import is_option, why_not
 from ampopt.ir.pass_text import tuples
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE
@@ -35,7 +35,10 @@ def write_recipe(recipe: tuple[Pass, ...], known: Mapping[str, Pass] = KNOWN) ->
 
 
 def read_recipe(data: object, known: Mapping[str, Pass] = KNOWN) -> tuple[Pass, ...]:
-    """The passes that `write_recipe` wrote. Raises BundleError for unknown passes, fields and values."""
+    """The passes that `write_recipe` wrote. Raises BundleError for unknown passes, fields and values.
+
+    An option that is a number may be missing: an older version had none, and did as its default does.
+    """
     return tuple(_read_pass(item, known) for item in array(data, WHERE))
 
 
@@ -44,7 +47,9 @@ def _read_pass(data: object, known: Mapping[str, Pass]) -> Pass:
     if not isinstance(name, str) or name not in known:
         refuse(WHERE, f"there is no pass {reprlib.repr(name)}")
     example = known[name]
-    names = tuple(field.name for field in dataclasses.fields(example))
+    own = dataclasses.fields(example)
+    held = fields if isinstance(fields, dict) else {}
+    names = tuple(field.name for field in own if field.name in held or not is_option(field))
     values = {key: tuples(value) for key, value in zip(names, members(fields, names, WHERE), strict=True)}
     for key, value in values.items():
         if (wanted := why_not(example, key, value)) is not None:

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from ampopt.diagnosis.operators import LABEL, least_disturbed, recording
 from ampopt.diagnosis.own_onnx import node_parts
+from ampopt.engines.apart import Apart, without_copies
 from ampopt.engines.cuda_graphs import CapturedGraph
 from ampopt.engines.divided import Chain
 from ampopt.engines.graph_capture import as_captured
@@ -174,8 +175,8 @@ def _completed(kernels: Sequence[OwnKernel], program: Program) -> tuple[OwnKerne
 
 def _graphs(program: Program) -> list[fx.GraphModule]:
     """The graph that is run, or those of its pieces."""
-    if isinstance(program.engine, Chain):
-        return [step.graph for step in program.engine.steps]
+    if isinstance(engine := without_copies(program.engine), Chain):
+        return [step.graph for step in engine.steps]
     return [program.graph]
 
 
@@ -278,6 +279,8 @@ def _has(tensor: Tensor, memory_format: torch.memory_format) -> bool:
 
 def _run_engine(program: Program, entered: Sequence[Tensor], label: Label) -> Sequence[Tensor]:
     engine = program.engine
+    if isinstance(engine, Apart):
+        return engine.copied(_run_engine(program.replace(engine=engine.engine), entered, label))
     if engine is None or not _runs_code(engine):
         return tuple(_Labelled(program, label).run(*entered))
     if isinstance(engine, Chain):
@@ -287,6 +290,7 @@ def _run_engine(program: Program, entered: Sequence[Tensor], label: Label) -> Se
 
 
 def _runs_code(engine: object) -> bool:
+    engine = without_copies(engine)
     functions = [step.function for step in engine.steps] if isinstance(engine, Chain) else [engine]
     return any(_code(function) is not None for function in functions)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -130,25 +130,59 @@ def _view(result: Tensor, is_of_input: bool, place: int, base: Tensor) -> View |
 def joined(results: Sequence[Tensor], *, but: Collection[tuple[int, int]] = ()) -> set[tuple[int, int]]:
     """The pairs of results, by their places, of which a write to one may change the other, without `but`.
 
-    Parts of one memory may lie beside each other.
+    Parts of one memory may lie beside each other, or in turn, as those of `unbind`.
     """
-    pairs = set(itertools.combinations(range(len(results)), 2)).difference(but)
-    return {(one, other) for one, other in pairs if _share_elements(results[one], results[other])}
+    memories = dict[tuple[torch.device, int], list[int]]()
+    for place, result in enumerate(results):
+        if _has_memory(result) and not result.is_nested:
+            memories.setdefault((result.device, result.untyped_storage().data_ptr()), []).append(place)
+    found = set[tuple[int, int]]()
+    for places in memories.values():
+        ends = {place: _end(results[place]) for place in places}
+        pairs = {
+            (one, other)
+            for one, other in itertools.combinations(places, 2)
+            if min(ends[one], ends[other]) > max(results[one].data_ptr(), results[other].data_ptr())
+        }.difference(but)
+        found |= {(one, other) for one, other in pairs if results[one].dtype is not results[other].dtype}
+        for dtype in {results[place].dtype for place in itertools.chain(*pairs)}:
+            alike = {place for place in itertools.chain(*pairs) if results[place].dtype is dtype}
+            found |= pairs & _sharing_elements({place: results[place] for place in sorted(alike)})
+    return found
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are of one memory."""
-    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
-        return False
-    if not a.layout is b.layout is torch.strided:
+    if not _has_memory(a) or not _has_memory(b) or a.device != b.device:
         return False
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _share_elements(a: Tensor, b: Tensor) -> bool:
-    if not share_memory(a, b) or min(map(_end, (a, b))) <= max(a.data_ptr(), b.data_ptr()):
-        return False
-    return a.dtype is not b.dtype or bool((_elements(a) & _elements(b)).any())
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _sharing_elements(parts: Mapping[int, Tensor]) -> set[tuple[int, int]]:
+    """The pairs of parts of one memory, all of one dtype, that have elements in common.
+
+    Each element is marked with the parts before that have it: it takes as long as to write to each part.
+    """
+    first, size = min(parts.values(), key=Tensor.storage_offset), next(iter(parts.values())).element_size()
+    span = (max(map(_end, parts.values())) - first.data_ptr()) // size
+    marks = torch.zeros(span, dtype=torch.int32, device="cpu")
+    owners, found = [tuple[int, ...]()], set[tuple[int, int]]()
+    for place, part in parts.items():
+        offset = part.storage_offset() - first.storage_offset()
+        its = _once(marks.as_strided(part.size(), part.stride(), offset), part.stride())
+        low, high = its.aminmax()
+        old = low.reshape(1) if low == high else its.unique()
+        found |= {(owner, place) for mark in old.tolist() for owner in owners[mark]}
+        if low == high:  # in most cases; then nothing is looked up
+            its.fill_(len(owners))
+        else:
+            its.copy_(torch.searchsorted(old, its.contiguous()) + len(owners))
+        owners += [(*owners[mark], place) for mark in old.tolist()]
+    return found
 
 
 def _end(tensor: Tensor) -> int:

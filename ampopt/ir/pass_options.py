@@ -49,6 +49,11 @@ def option(default: _Number, least: _Number, most: _Number) -> _Number:
     return found
 
 
+def is_option(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field of a pass is an `option`, and no finding."""
+    return _RANGE in field.metadata
+
+
 def why_not(step: Pass, name: str, value: object) -> str | None:
     """What an option of a pass may be, where this value is something else; None where it may be that."""
     (field,) = (field for field in dataclasses.fields(step) if field.name == name)

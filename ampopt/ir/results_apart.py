@@ -6,7 +6,9 @@ Whether `reshape` and `contiguous` copy depends on how their argument lies in me
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,29 +23,35 @@ def keep_results_apart(before: Program, module: fx.GraphModule) -> None:
     """Copy results of a graph that may be views of one memory now, and are not in the program before.
 
     `permute(0, 2, 3, 1).reshape(…)` copies what lies in the usual format, and is a view of a tensor whose
-    channels are innermost.
+    channels are innermost. Results that lie in one memory before stay as they are: a copy of one would be
+    apart from the others.
     """
     output, earlier = module.graph.output_node(), _results(before.graph)
     family = {result: sharing(result, _is_kernel) for result in earlier}
     places = itertools.combinations(range(len(earlier)), 2)
     pairs = [(one, other) for one, other in places if earlier[other] in family[earlier[one]]]
     memory = _memory_of_results(before) if pairs else []
-    copied = {other for one, other in pairs if not memory or memory[one] != memory[other]}
-    results = _results(module)
+    alone = {place for place, its in enumerate(memory) if memory.count(its) == 1}
+    copied, results = set[int](), _results(module)
+    for pair in pairs:
+        if memory[pair[0]] != memory[pair[1]] and copied.isdisjoint(pair):
+            copied |= set(sorted(alone.intersection(pair))[-1:])
     for place in copied:
         results[place] = insert_call(module, output, aten.clone.default, results[place])
     if copied:
         output.args = (tuple(results),)
 
 
-def _memory_of_results(program: Program) -> list[StorageWeakRef]:
-    """The memory of each of a program's results; nothing where that is not told without a run."""
+def _memory_of_results(program: Program) -> list[object]:
+    """The memory of each of a program's results, told without a run where that can be."""
     try:
-        told: list[Tensor] = [result.meta["val"] for result in _results(described(program))]
-        return [StorageWeakRef(value.untyped_storage()) for value in told]
+        told: Sequence[Tensor] = [result.meta["val"] for result in _results(described(program))]
     except Exception as error:
         check_interrupted(error)
-        return []
+        with program.scope():
+            entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
+            told = program.function(*entered)
+    return [StorageWeakRef(y.untyped_storage()) if y.layout is torch.strided else object() for y in told]
 
 
 def _results(module: fx.GraphModule) -> list[fx.Node]:

@@ -8,12 +8,20 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ampopt.ir.aliases import joined, share_memory
 from ampopt.ir.model_copy import same_tensor
 from ampopt.measure.original import HasOperators, Run
+
+
+class Ways(NamedTuple):
+    """What a function does with the memory of its caller, and with that of its results: see `Watched`."""
+
+    reason: str | None
+    joined: frozenset[tuple[int, int]]
 
 
 class Watched:
@@ -31,6 +39,11 @@ class Watched:
         self.joined: set[tuple[int, int]] = set()
         """Pairs of outputs that have had elements in the same memory."""
         self._run, self._last, self._static = run, list[Tensor](), static
+
+    @property
+    def ways(self) -> Ways:
+        """What was seen until now, without the tensors."""
+        return Ways(self.reason, frozenset(self.joined))
 
     @property
     def by_operators(self) -> Run:

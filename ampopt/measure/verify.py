@@ -30,7 +30,7 @@ from ampopt.measure.integer_check import IntegerCheck
 from ampopt.measure.metric import Metric, metric_value
 from ampopt.measure.original import Run
 from ampopt.measure.own_errors import OwnErrors
-from ampopt.measure.ownership import Watched
+from ampopt.measure.ownership import Watched, Ways
 from ampopt.system.interrupts import check_interrupted
 
 
@@ -56,6 +56,7 @@ class Verifier(OwnErrors):
     ) -> None:
         """Compute the references. `model`, a private copy on the program's device, is not called itself."""
         self.metric, self.faults = metric, faults
+        self._ways: dict[Lane, Ways] = {}
         super().__init__(model, captured, tolerance=tolerance, draws=draws, seed=seed)
         most = math.inf if metric is not None else tolerance or 0.0  # a metric alone knows what is right
         self.fault_check = FaultCheck(self, faults, most)
@@ -239,12 +240,14 @@ class Verifier(OwnErrors):
             "outputs {} and {} share memory, and the original's do not".format(*pairs[0]) if pairs else None
         )
 
-    def _own_ways(self, lane: Lane) -> Watched:
+    def _own_ways(self, lane: Lane) -> Ways:
         """What the original itself does with its caller's memory, and with that of its results."""
-        watched = Watched(self.eager(lane))
-        for draw in self.draws:
-            self.steps(watched, draw)
-        return watched
+        if lane not in self._ways:
+            watched = Watched(self.eager(lane))
+            for draw in self.draws:
+                self.steps(watched, draw)
+            self._ways[lane] = watched.ways
+        return self._ways[lane]
 
     def lost_fault(self, run: Run, lane: Lane) -> str | None:
         """Why NaN or infinity of an input is lost; None if it is not lost, or if `faults` is "ignore"."""

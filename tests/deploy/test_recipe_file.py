@@ -17,6 +17,17 @@ from tests.support.planted import Planted
 MEASURED = Degroup(choices=(("conv2d", "merge=2"), ("conv2d_1", "split")))
 
 
+@pytest.mark.parametrize(("name", "finding"), [("onnx-runtime", "session"), ("openvino", "options")])
+def test_a_file_of_a_version_without_an_option_is_read_and_one_without_a_finding_is_not(
+    name: str, finding: str
+) -> None:
+    (step,) = read_recipe([{"pass": name, "fields": {finding: [["a", "1"]]}}])
+    assert getattr(step, finding) == (("a", "1"),)
+    assert read_recipe(write_recipe((step,))) == (step,)
+    with pytest.raises(BundleError, match=f"expected an object of {finding}"):
+        read_recipe([{"pass": name, "fields": {}}])  # the pass would measure where a bundle is loaded
+
+
 @pytest.mark.parametrize(
     "recipe",
     [(), tuple(PIPELINE), (BakeAutocast(policy="O2"), MEASURED)],

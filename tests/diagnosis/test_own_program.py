@@ -17,6 +17,7 @@ from ampopt.diagnosis.operators import LABEL
 from ampopt.diagnosis.optimized_column import with_column
 from ampopt.diagnosis.own_onnx import computed_values
 from ampopt.diagnosis.own_program import OwnKernel, kernels_in, matched, own_kernels, resolved
+from ampopt.engines.apart import Apart
 from ampopt.engines.divided import Chain, divided
 from ampopt.errors import InputError
 from ampopt.ir.graph import calls
@@ -27,7 +28,7 @@ from ampopt.ir.transform import Pass, Recipe
 from ampopt.measure.ledger import Ledger
 from ampopt.passes import ChannelsLast, Compile, FoldConvBn, OnnxRuntime
 from benchmarks.models import WORKLOADS
-from tests.helpers import program_of
+from tests.helpers import Model, program_of
 from tests.support.cases import CEILINGS, case_of
 from tests.support.planted import captured_of
 
@@ -109,6 +110,17 @@ def test_inductors_statements_compute_nodes_of_the_graph() -> None:
     assert any(kernel.by == "node" for kernel in kernels)
     assert any("convolution" in kernel.name for kernel in kernels)
     assert torch.equal(program.run(x)[0], before)  # the labels are gone, the code is as it was
+
+
+@pytest.mark.slow
+def test_code_behind_which_results_are_copied_is_looked_into() -> None:
+    model = Model(lambda m, x: ((y := x.relu() + 1), y * 1))
+    program = with_engine(Compile(), program_of(model, torch.randn(3, 5)))
+    assert isinstance(program.engine, Apart)
+    kernels = own_kernels(program)
+    check_attributed(kernels)
+    alone = own_kernels(program.replace(engine=program.engine.engine))
+    assert [kernel.nodes for kernel in kernels] == [kernel.nodes for kernel in alone]
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +58,32 @@ TAKING_NAN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sort": lambda y, x: y.sort(1).values,
     "topk": lambda y, x: y.topk(2, 1).values,
     "kthvalue": lambda y, x: y.kthvalue(1, 1).values,
+    "fake_quantize_per_tensor_affine": lambda y, x: torch.fake_quantize_per_tensor_affine(y, 0.1, 0, 0, 9),
 }
+
+
+MODES = list(itertools.product(["bilinear", "nearest", "bicubic"], ["zeros", "border", "reflection"]))
+
+
+@pytest.mark.parametrize(("mode", "padding"), [*MODES, ("volume", "zeros")])
+def test_places_that_are_computed_decide_by_values_where_nan_is_some_place(mode: str, padding: str) -> None:
+    sample = functools.partial(
+        torch.nn.functional.grid_sample,
+        mode="bilinear" if mode == "volume" else mode, padding_mode=padding, align_corners=False,
+    )  # fmt: skip
+
+    def whole(x: Tensor) -> Tensor:
+        return x.unsqueeze(2).repeat(1, 1, 3, 1, 1) if mode == "volume" else x
+
+    def grid(y: Tensor) -> Tensor:
+        places = y.movedim(1, -1).tanh()
+        return places.unsqueeze(1) if mode == "volume" else places[..., :2]
+
+    nowhere = sample(whole(X), grid(torch.full_like(X, math.nan)))
+    decides = None if nowhere.isnan().all() else "grid_sampler"
+    conv = nn.Conv2d(3, 3, 1)
+    assert _deciding(lambda m, x: sample(whole(x), grid(m.conv(x))), conv=conv) == decides
+    assert _deciding(lambda m, x: sample(whole(m.conv(x)), grid(X)), conv=conv) is None
 
 
 @pytest.mark.parametrize("name", TAKING_NAN)

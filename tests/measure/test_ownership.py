@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampopt.ir.lanes import FP32
+from ampopt.measure.ownership import Watched
 from ampopt.measure.verify import Verifier
 from tests.helpers import Model
 from tests.support.planted import captured_of
@@ -108,6 +109,21 @@ def test_results_that_lie_beside_each_other_in_one_memory_pass() -> None:
         return list(torch.stack([x + 1, x + 2], -1).unbind(-1))
 
     assert reason_for(lambda m, x: (x + 1, x + 2), beside) is None
+
+
+def test_what_the_original_shares_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, captured = captured_of(Model(lambda m, x: ((y := x.relu()), y.view(4, 8))), X.clone())
+    verifier, looked = Verifier(original, captured), list[Any]()
+
+    class Seen(Watched):
+        def __init__(self, run: Any, **options: Any) -> None:
+            looked.append(run)
+            super().__init__(run, **options)
+
+    monkeypatch.setattr("ampopt.measure.verify.Watched", Seen)
+    checks = [verifier.check(captured.program.run, FP32) for _ in range(3)]
+    assert all(check.passed for check in checks)
+    assert len(looked) == len(checks) + 1
 
 
 def test_results_may_stay_in_the_programs_memory_where_the_caller_asks_for_that() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.engines.executable import executable
+from ampopt.ir.aliases import joined
 from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, calls, constant, copy_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
@@ -138,6 +139,20 @@ def test_results_that_are_copies_in_the_usual_format_are_no_views_of_one_memory(
     result = check_pass(ChannelsLast(), model, x, rewrites=1)
     assert targets_of(result.program).count(aten.clone.default) == 1
     assert (_joined(model(x)), _joined(executable(result.program)(x))) == (0, 0)
+
+
+@pytest.mark.parametrize("also", [lambda x: x + 1, lambda x: x.flatten().nonzero()])
+def test_views_of_what_is_apart_from_another_result_stay_views(also: Callable[[Tensor], Tensor]) -> None:
+    """The copy is of the result that has no other in its memory, and shapes may depend on values."""
+
+    def heads(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        y = m.conv(x).permute(0, 2, 3, 1)
+        return y.reshape(2, -1, 8), (z := y.reshape(2, 4, -1)), z.view(2, -1), also(x)
+
+    model, x = Model(heads, conv=nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 6, 6)
+    result = check_pass(ChannelsLast(), model, x, rewrites=1)
+    assert targets_of(result.program).count(aten.clone.default) == 1
+    assert joined(result.program.run(x)) == joined(model(x)) == {(1, 2)}
 
 
 def test_results_that_are_one_memory_stay_so() -> None:

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 from torch._inductor.utils import clear_caches
 
+from ampopt.engines.apart import Apart
 from ampopt.engines.divided import Chain
 from ampopt.engines.inductor_code import LoadedCode
 from ampopt.errors import PassError
@@ -119,6 +120,25 @@ def test_equal_results_that_the_graph_has_apart_are_apart() -> None:
     for each in (program, Compile().apply(program).program):
         assert joined(each.run(x)) == joined(model(x)) == {(0, 2)}
         assert all(map(torch.equal, each.run(x), model(x)))
+
+
+@pytest.mark.parametrize(
+    ("function", "shared"),
+    [
+        (lambda m, x: ((y := x.relu() + 1), y * 1, y.view(-1)), {(0, 2)}),
+        (lambda m, x: ((y := x + 1), y.view(-1), (z := y * 1), z.view(5, 3)), {(0, 1), (2, 3)}),
+    ],
+)
+def test_results_of_one_memory_stay_so_where_what_inductor_computes_once_is_copied(
+    function: Any, shared: set[tuple[int, int]]
+) -> None:
+    model, x = Model(function), torch.randn(3, 5)
+    compiled = Compile().apply(program_of(model, x)).program
+    assert isinstance(compiled.engine, Apart)
+    assert joined(compiled.run(x)) == joined(model(x)) == shared
+    assert all(map(torch.equal, compiled.run(x), model(x)))
+    assert [y.stride() for y in compiled.run(x)] == [y.stride() for y in model(x)]
+    assert Compile().send(compiled) is not None  # the process that asked for a rehearsal makes the copies
 
 
 def test_no_call_compiles_anything_more(compiled: _Compiled) -> None:

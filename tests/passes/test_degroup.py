@@ -299,7 +299,13 @@ def test_where_values_decide_no_groups_are_merged(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(split.program.run(x)[0].isnan(), model(x).isnan())
 
 
-@pytest.mark.parametrize("function", [torch.nan_to_num, torch.sign, lambda y: y.nansum(1)])
+def _warped(y: Tensor) -> Tensor:
+    places = y[:, 4:6].permute(0, 2, 3, 1).tanh()
+    image = torch.ones(1, 1, 4, 4).cumsum(3)
+    return nn.functional.grid_sample(image, places, padding_mode="border", align_corners=False)
+
+
+@pytest.mark.parametrize("function", [torch.nan_to_num, torch.sign, lambda y: y.nansum(1), _warped])
 def test_where_nan_becomes_a_number_no_groups_are_merged(function: Callable[[Tensor], Tensor]) -> None:
     """On a large image the few numbers that would be wrong are too small a share for the verification."""
     conv = nn.Conv2d(8, 8, 3, padding=1, groups=4)

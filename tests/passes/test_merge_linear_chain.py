@@ -108,6 +108,14 @@ def test_where_an_infinity_becomes_another_number_nothing_is_merged(
     assert "may take another infinity, or none, for another value" in result.declined[0].reason
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 4), (4, 1), (4, 4)])
+def test_the_last_layers_bias_stays_of_its_shape_where_that_is_no_row(shape: tuple[int, ...]) -> None:
+    """[4, 1], with as many numbers as there are features, is one for each row."""
+    members = {"a": torch.randn(3, 6), "b": torch.randn(4, 3), "c": torch.randn(shape)}
+    model = Model(lambda m, x: F.linear(F.linear(x, m.a), m.b, m.c), **members)
+    check_pass(MergeLinearChain(), model, torch.randn(4, 6), rewrites=1)
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 3)])
 def test_a_bias_of_one_row_is_one_for_each_feature_of_the_product(shape: tuple[int, ...]) -> None:
     """PyTorch adds a matrix of one row to a vector of several features, but not to one of a single one."""
