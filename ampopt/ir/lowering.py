@@ -57,6 +57,13 @@ logger = logging.getLogger("ampopt")
 
 _hop = torch.ops.higher_order
 
+_BLOCKS: dict[Any, tuple[int, int]] = {
+    _hop.wrap_with_autocast: (4, 5),
+    _hop.wrap_with_set_grad_enabled: (1, 2),
+    _hop.invoke_subgraph: (0, 2),
+}
+"""The places of a block among the arguments of what calls it, and of its first operand."""
+
 _ANY_LAYOUT: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten.view_as.default: aten.reshape_as.default,
@@ -197,15 +204,17 @@ def _copy_into(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], *, f
     """Copy a call; a block under the model's own `torch.autocast` is copied call by call in its place.
 
     Where that block switches autocast off, its calls are marked for `bake-autocast`. A block in which
-    gradients are on or off is copied in its place, too: that changes no value.
+    gradients are on or off is copied in its place, too: that changes no value. So is a region that the model
+    has compiled once for several calls (`torch.compiler.nested_compile_region`): passes look into it there.
     """
     if node.target is aten._assert_tensor_metadata.default:
         return  # it would forbid every later change of dtype
     if node.op == "get_attr" and isinstance(block := _block(node), fx.GraphModule):
         mapping[node] = block
-    elif node.target in (_hop.wrap_with_autocast, _hop.wrap_with_set_grad_enabled):
+    elif node.target in _BLOCKS:
+        place, first = _BLOCKS[node.target]
+        block, operands = node.args[place], node.args[first:]
         is_autocast = node.target is _hop.wrap_with_autocast
-        block, *operands = node.args[4 if is_autocast else 1 :]
         full = not node.args[2] if is_autocast else full_precision
         inside = mapping[block].graph  # type: ignore[index]
         names = inside.find_nodes(op="placeholder")
