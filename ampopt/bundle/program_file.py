@@ -23,6 +23,7 @@ from ampopt.bundle.stored_sizes import StoredSizes, stored_sizes
 from ampopt.bundle.stored_values import (
     DTYPES,
     MEMORY_FORMATS,
+    OF_A_FILE,
     array,
     boolean,
     integer,
@@ -86,7 +87,8 @@ def write_program(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
             data, tensors, program.examples, device=program.device, stored=stored_sizes(program.sizes)
         )
     except BundleError as error:
-        raise ExportError(f"a file cannot hold the program: {error}") from error
+        reason = str(error).removesuffix(OF_A_FILE)
+        raise ExportError(f"a file cannot hold the program: {reason}") from error
     return data, tensors
 
 

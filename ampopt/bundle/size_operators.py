@@ -2,7 +2,7 @@
 
 `torch.export` writes a size that varies as a node, and what is computed of it as calls of Python's operators.
 Only those here are written and read. Each is computed when a bundle is read, and again in each call, so the
-numbers stay within 64 bits and powers have small exponents: no file makes it compute large ones.
+numbers stay within 64 bits and powers of integers have small exponents: no file makes it compute large ones.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ SIZE_OPERATORS: dict[str, Callable[..., Any]] = {
 _NAMES: Mapping[Any, str] = {function: name for name, function in SIZE_OPERATORS.items()}
 
 LARGEST_EXPONENT = 4
+"""Largest exponent of an integer; powers of other numbers, and with negative exponents, have 64 bits."""
 
 
 def size_operator_name(target: object) -> str | None:
@@ -58,8 +59,8 @@ def computed_size(target: Callable[..., Any], args: Sequence[Any]) -> int | floa
         return int(operator.getitem(*args))
     if not args or not all(map(_is_number, args)):
         raise ValueError("it takes numbers of 64 bits")
-    if name == "pow" and not 0 <= args[-1] <= LARGEST_EXPONENT:
-        raise ValueError(f"an exponent is from 0 to {LARGEST_EXPONENT}")
+    if name == "pow" and all(type(each) is int for each in args) and args[-1] > LARGEST_EXPONENT:
+        raise ValueError(f"the exponent of an integer is at most {LARGEST_EXPONENT}")
     result: int | float = target(*args)
     if not _is_number(result):
         raise ValueError("its result is no number of 64 bits")

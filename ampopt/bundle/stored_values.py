@@ -93,9 +93,13 @@ def _float(content: object, where: str) -> float:
     return _NOT_FINITE[content]
 
 
+OF_A_FILE = "; the bundle is damaged or was not written by ampopt"
+"""How a refusal ends; of a program that is to be written it is not true."""
+
+
 def refuse(where: str, what: str, cause: Exception | None = None) -> NoReturn:
     """Raise the BundleError for invalid data of a file at `where`."""
-    raise BundleError(f"{where}: {what}; the bundle is damaged or was not written by ampopt") from cause
+    raise BundleError(f"{where}: {what}{OF_A_FILE}") from cause
 
 
 def members(data: object, names: tuple[str, ...], where: str) -> tuple[Any, ...]:

@@ -92,10 +92,30 @@ def one_more(model: nn.Module, captured: Captured, dims: Dims) -> Captured | Non
     Example sizes are multiples of many numbers, at which a wrong rule for sizes may hold. The model is a
     private copy.
     """
-    made = _with(captured, _resized(captured, dims, lambda size: size + 1 if size != 1 else 3))
+    resized = _resized(captured, dims, lambda size: size + 1 if size != 1 else 3)
+    return _if_taken(model, _with(captured, resized))
+
+
+def ones(model: nn.Module, captured: Captured, dims: Dims) -> list[Captured]:
+    """The captured call with each dynamic dimension alone of size 1, where the model takes that.
+
+    `torch.export` takes all sizes for others than 1: what a model does there alone, no capture has.
+    Dimensions of one name have one size. The model is a private copy.
+    """
+    made = list[Captured]()
+    for name in dict.fromkeys(name for named in dims for name in named.values()):
+        of_name = tuple({i: each for i, each in named.items() if each == name} for named in dims)
+        given = zip(captured.program.examples, of_name, strict=True)
+        if any(tensor.shape[index] > 1 for tensor, named in given for index in named):
+            made.append(_with(captured, _resized(captured, of_name, lambda _: 1)))
+    return [each for each in made if _if_taken(model, each) is not None]
+
+
+def _if_taken(model: nn.Module, made: Captured) -> Captured | None:
+    """A call; None where a private copy of the model refuses it."""
     args, kwargs = map_tensors(torch.clone, *pytree.tree_unflatten(list(made.leaves), made.spec))
     try:
-        with torch.no_grad(), untouched_rng(captured.program.device):
+        with torch.no_grad(), untouched_rng(made.program.device):
             working_copy(model)(*args, **kwargs)
     except Exception as error:
         check_interrupted(error)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled, one_more
+from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled, one_more, ones
 from ampopt.deploy.onnx_files import append_metadata, data_path, sha256_of, write_model
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
@@ -193,6 +193,7 @@ def export_onnx(
             _calls(original, captured, traced, dims, sizes),
             lane,
             outputs,
+            small=[] if sizes else _at_symbols(ones(original, captured, dims), traced),
             tolerance=tolerance,
             metric=metric,
             program=emulated(program.run) if precision == "fp16" else None,
@@ -310,13 +311,14 @@ def _calls(
     if sizes:
         places = (*corners(sizes), between(sizes))
         return captured, *(at_sizes(traced, sizes, wanted) for wanted in places)
-    others = (doubled(captured, dims), one_more(original, captured, dims))
-    symbolic = traced.program.graph  # which runs at those sizes, too
-    return captured, *(
-        dataclasses.replace(each, program=each.program.replace(graph=symbolic))
-        for each in others
-        if each is not None
-    )
+    others = doubled(captured, dims), one_more(original, captured, dims)
+    return captured, *_at_symbols([each for each in others if each is not None], traced)
+
+
+def _at_symbols(calls: Sequence[Captured], traced: Captured) -> list[Captured]:
+    """Calls of other sizes with the symbolic graph, which runs at those, too."""
+    symbolic = traced.program.graph
+    return [dataclasses.replace(each, program=each.program.replace(graph=symbolic)) for each in calls]
 
 
 def _check_file(path: Path) -> None:

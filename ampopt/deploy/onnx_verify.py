@@ -204,6 +204,7 @@ def verify_onnx(
     lane: Lane,
     output_names: Sequence[str],
     *,
+    small: Sequence[Captured] = (),
     tolerance: float | None = None,
     metric: Metric | None = None,
     program: Run | None = None,
@@ -214,13 +215,19 @@ def verify_onnx(
 
     These are random, outside of the examples' range, and of integers that the examples do not have.
 
+    `small` calls, of sizes of 1, are in the examples' range alone: few numbers, far outside of it, may have
+    an error by chance.
+
     `model` is the original (a private copy). The limits of `lane` apply: float16 if the file computes in it,
     or has inputs and outputs in it. A metric decides alone, at most `tolerance`; without one, each output's
     error decides. `program` is the program that the file was made from; if given, it is verified, too.
     `in_openvino`: so is the file in a plain session of OpenVINO, where that is installed. `chooses`: the
     program that the file was made of, if the choices of its graph are to be followed.
     """
-    verifiers = [OnnxVerifier(model, call, tolerance=tolerance, metric=metric, draws=1) for call in calls]
+    verify = functools.partial(OnnxVerifier, model, tolerance=tolerance, metric=metric, draws=1)
+    verifiers = [verify(call) for call in (*calls, *small)]
+    for verifier in verifiers[len(calls) :]:
+        verifier.all_range_draws = []
     tally = _Tally(verifiers, lane, output_names)
     if program is not None:
         tally.add(TORCH, program)

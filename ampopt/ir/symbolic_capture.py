@@ -20,6 +20,7 @@ from ampopt.ir.lane_io import original_call
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_stacks import stacks_within_models
+from ampopt.ir.plain_sizes import write_sizes_plainly
 from ampopt.ir.settings import plain_world
 from ampopt.ir.signature import flatten_call, tensors_of
 from ampopt.ir.size_range import Sizes, ranges_of
@@ -50,6 +51,7 @@ def capture_symbolic(
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
         if any(isinstance(spec.arg, SymIntArgument) for spec in exported.graph_signature.output_specs):
             raise CaptureError("its result holds a number that depends on the sizes")
+        write_sizes_plainly(exported.graph_module)
         graph = lower(exported)
     for node in calls(graph, [aten._assert_scalar.default]):
         graph.graph.erase_node(node)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ampopt.bundle.program_file import read_program, write_program
 from ampopt.bundle.size_operators import SIZE_OPERATORS, computed_size
 from ampopt.bundle.stored_sizes import StoredSizes, stored_sizes
-from ampopt.errors import BundleError
+from ampopt.errors import BundleError, ExportError
 from ampopt.ir.program import Program
 from ampopt.ir.size_range import SizeRange
 from ampopt.ir.symbolic_capture import capture_ranges
@@ -58,6 +58,13 @@ def test_a_program_that_computes_with_sizes_comes_back(written: Any) -> None:
         assert torch.allclose(found.run(x)[0], _forward(Model(_forward), x))
 
 
+def test_what_a_file_cannot_hold_is_named_and_no_damage() -> None:
+    original, captured = captured_of(Model(lambda m, x: x / 2 ** x.shape[2]), X)
+    found = capture_ranges(original, captured, SIZES).program
+    with pytest.raises(ExportError, match=r"cannot hold .*pow.*exponent of an integer is at most 4\)$"):
+        write_program(found.replace(examples=captured.program.examples, sizes=SIZES))
+
+
 def test_without_ranges_sizes_are_no_nodes(written: Any) -> None:
     data, tensors = written
     with pytest.raises(BundleError, match="expected an object of call"):
@@ -80,7 +87,10 @@ ATTACKS = {
     "no arguments": ("mul", {"args": []}, "takes numbers of 64 bits"),
     "an overflow": ("mul", {"args": [2**62, 2**62]}, "no number of 64 bits"),
     "infinity": ("mul", {"args": [{"float": "inf"}, 2]}, "takes numbers of 64 bits"),
-    "a large power": ("mul", {"operator": "pow", "args": [9, 10**9]}, "an exponent is from 0 to 4"),
+    "a large power": ("mul", {"operator": "pow", "args": [9, 10**9]}, "exponent of an integer is at most 4"),
+    "a power beyond": ("mul", {"operator": "pow", "args": [{"float": 9.5}, 10**9]}, "cannot be computed"),
+    "an imaginary root": ("mul", {"operator": "pow", "args": [-8, {"float": 0.5}]}, "no number of 64 bits"),
+    "one divided by zero": ("mul", {"operator": "pow", "args": [0, -1]}, "cannot be computed"),
     "a division by zero": ("mul", {"operator": "floordiv", "args": [9, 0]}, "cannot be computed"),
     "a dimension beyond the end": ("size", {"args": [{"node": "x"}, 9]}, "cannot be computed"),
     "the size of a number": ("size", {"args": [3, 0]}, "takes a tensor"),
@@ -129,3 +139,8 @@ def test_every_operator_gives_a_plain_number(name: str) -> None:
     assert type(found) in (int, float)
     if name != "size":
         assert found == function(*args)
+
+
+@pytest.mark.parametrize("args", [[16, -0.5], [16, 0.5], [16, -2], [0.9, 20], [2.0, 60], [7, 0], [-3, 4]])
+def test_a_power_has_any_exponent_with_which_it_has_64_bits(args: list[Any]) -> None:
+    assert computed_size(SIZE_OPERATORS["pow"], args) == args[0] ** args[1]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.deploy.onnx_dynamic import doubled, one_more
+from ampopt.deploy.onnx_dynamic import doubled, one_more, ones
 from ampopt.errors import ExportError, InputError, VerificationError
 from tests.helpers import Model
 from tests.support.exporting import conv_bn, export, run, shapes_of
@@ -138,6 +138,31 @@ def test_the_other_sizes_are_multiples_and_one_more_and_odd_for_a_batch_of_one()
     assert shapes == [(2, 4, 12), (3, 4, 7)]
     fixed, captured = captured_of(Model(lambda m, x: x + m.w, w=torch.randn(1, 4, 6)), torch.randn(1, 4, 6))
     assert one_more(fixed, captured, dims) is None
+
+
+ALONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "another branch": lambda m, x: m.conv(x) * (3 if x.shape[0] == 1 else 2),
+    "a size that only one has not": lambda m, x: m.conv(x)[:2].flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_file_that_is_wrong_for_a_batch_of_one_is_not_written(name: str, tmp_path: Path) -> None:
+    """A capture takes every size for another than 1, and the example has 4."""
+    model = Model(ALONE[name], conv=nn.Conv2d(3, 4, 3, padding=1))
+    with pytest.raises(VerificationError, match=r"of \[1, 3, 8, 6\]"):
+        export(model, tmp_path / "m.onnx", torch.randn(4, 3, 8, 6), dynamic="batch")
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_open_size_is_one_alone_where_it_is_not_and_the_model_takes_that() -> None:
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.max_pool2d(x, (1, 2)) + y.mean()
+
+    model, captured = captured_of(Model(forward), torch.randn(4, 3, 8, 6), torch.randn(4, 1))
+    dims = ({0: "batch", 2: "height", 3: "width"}, {0: "batch", 1: "more"})
+    shapes = [[tuple(e.shape) for e in each.program.examples] for each in ones(model, captured, dims)]
+    assert shapes == [[(1, 3, 8, 6), (1, 1)], [(4, 3, 1, 6), (4, 1)]]
 
 
 RESIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {

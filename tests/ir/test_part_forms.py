@@ -86,7 +86,7 @@ def test_a_file_gives_what_the_model_gives(function: Callable[..., Any], x: Tens
 @pytest.mark.parametrize("function", [_put, _selected])
 def test_a_batch_may_vary(function: Callable[..., Any], tmp_path: Path) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
-        parts = [part.sum() for part in function(m, x[:2])]
+        parts = [part.sum() for part in function(m, x[:1])]
         y = x * 2
         y[:, x[0, :, :, 0] > 0] = 1.0
         y[y < -1] *= 3
