@@ -110,11 +110,9 @@ class OnnxRuntime(Engine):
 
     def within(self, seconds: float) -> OnnxRuntime:
         """Measure less if little time is left; a replay measures nothing."""
-        return (
-            self
-            if self.session is not None
-            else dataclasses.replace(self, seconds=min(self.seconds, seconds))
-        )
+        if self.session is not None:
+            return self
+        return dataclasses.replace(self, seconds=min(self.seconds, seconds))
 
     def apply(self, program: Program) -> Result:
         """Export, select options, run once; see the class."""

@@ -136,11 +136,9 @@ class Openvino(Engine):
 
     def within(self, seconds: float) -> Openvino:
         """Measure less if little time is left; a replay measures nothing."""
-        return (
-            self
-            if self.options is not None
-            else dataclasses.replace(self, seconds=min(self.seconds, seconds))
-        )
+        if self.options is not None:
+            return self
+        return dataclasses.replace(self, seconds=min(self.seconds, seconds))
 
     def apply(self, program: Program) -> Result:
         """Export, select options, run once; see the class."""

@@ -85,7 +85,7 @@ class InductorCode:
         from torch._inductor.codecache import FxGraphCache
         from torch._inductor.utils import BoxedBool
 
-        constants: Any = _Sent(self.constants)
+        constants: Any = _Sent(self.constants)  # its key is known: the options make none here
         with tracing(TracingContext(static_shapes())), config.patch(options("cuda")):
             graph, _ = FxGraphCache._lookup_graph(self.key, [], True, None, constants)
             if graph is None:

@@ -39,7 +39,7 @@ def plain_model(graph: fx.GraphModule, entered: tuple[Tensor, ...], dims: Dims =
 def telling_model(graph: fx.GraphModule, entered: tuple[Tensor, ...], told: Collection[str]) -> bytes:
     """The same model with places that it chooses as outputs after its own, in the graph's order.
 
-    `told` are the names of their nodes in `choices.with_places`. One export serves for any of them.
+    `told` are the names of their nodes in `choosers.with_places`. One export serves for any of them.
     """
     import onnx
     import onnx_ir

@@ -45,11 +45,6 @@ class Choice:
     places: Tensor
     rows: Tensor | None = None
 
-    @property
-    def is_order(self) -> bool:
-        """Whether it takes several places of a row, each once."""
-        return self.key.is_order
-
 
 _kept: ContextVar[dict[int, Any] | None] = ContextVar("kept", default=None)
 
@@ -219,11 +214,11 @@ class FollowedChoices(EagerMode):
 
 def _is_proper(choice: Choice, rows: Tensor, places: Tensor, values: Tensor, own: Tensor) -> bool:
     """Whether an order has each place once, and the first of equal values is taken where that is defined."""
-    if choice.is_order and bool((places.sort(dim=-1).values.diff(dim=-1) == 0).any()):
+    if choice.key.is_order and bool((places.sort(dim=-1).values.diff(dim=-1) == 0).any()):
         return False
     if choice.key.kind not in _FIRST_OF_EQUAL:
         return True
-    if choice.is_order:
+    if choice.key.is_order:
         return not bool(((values.diff(dim=-1) == 0) & (places.diff(dim=-1) < 0)).any())
     first = (rows == values).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return not bool(((first != places) & (values == own)).any())
@@ -235,7 +230,6 @@ class _Call:
 
     key: Key
     rows: Tensor
-    dim: int | None
     keeps_dim: bool
 
     @classmethod
@@ -253,7 +247,7 @@ class _Call:
         dim = given["dim"]
         rows = values.reshape(-1) if dim is None else values.movedim(dim, -1)
         key = Key.of(func, values.shape, given)
-        return cls(key, rows, key.dim, key.keeps_dim(given))
+        return cls(key, rows, key.keeps_dim(given))
 
     def places(self, result: Any) -> Tensor:
         """The places in a result, with the dimension last."""
@@ -267,9 +261,9 @@ class _Call:
         return self._laid(values, own[0]), self._laid(places, own[1])
 
     def _laid(self, rows: Tensor, own: Tensor) -> Tensor:
-        if self.dim is None:
+        if self.key.dim is None:
             return rows.reshape(own.shape)
-        laid = rows.movedim(-1, self.dim) if self.keeps_dim else rows.squeeze(-1)
+        laid = rows.movedim(-1, self.key.dim) if self.keeps_dim else rows.squeeze(-1)
         return torch.empty_like(own).copy_(laid)
 
 
