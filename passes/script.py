@@ -36,10 +36,10 @@ class Script(Engine):
     that their dtype cannot hold.
     Correct because: the graph has no control flow and its numbers are constants, so a trace on the example
     inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
-    On a CPU a GRU's cell is traced as steps with memory of their own: freezing spoils those that write in place
-    (`traced_forms`). There `optimize_for_inference` lays convolutions and what follows them out for oneDNN, whose ReLU and
-    max pooling turn NaN into numbers, and whose sigmoid does so where channels are few: a program with one of
-    them is only frozen and fused.
+    On a CPU a GRU's cell is traced as steps with memory of their own: freezing spoils those that write in
+    place (`traced_forms`). There `optimize_for_inference` lays convolutions and what follows them out for
+    oneDNN, whose ReLU and max pooling turn NaN into numbers, and whose sigmoid does so where channels are
+    few: a program with one of them is only frozen and fused.
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
     On a GPU another process does so first, because its fuser's kernels have left one unusable.
     """
