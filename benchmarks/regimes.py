@@ -31,8 +31,11 @@ QUEUED_CALLS = 200
 FRAMES = 10
 """Timed frames in a block at 30 Hz, after one that is not timed: the wait before it was longer."""
 
+LONG_S, FEWEST = 1.0, 2
+"""Calls of seconds: a block of either regime that has lasted so long ends, if it has so many of them."""
+
 ROUNDS = 6
-"""The fewest blocks of each subject in each regime: 60 frames, and an interval that six pairs can give."""
+"""The fewest blocks of each subject in each regime: an interval that six pairs can give, and 60 frames."""
 
 Meter = Callable[[], Mapping[str, float]]
 """Reads what a device has used so far and how it runs, see `ampopt.system.meters`."""
@@ -73,6 +76,8 @@ def _back_to_back(subject: Subject) -> Block:
     end = time.perf_counter() + BLOCK_S
     while len(seconds) < LEAST_CALLS or time.perf_counter() < end:
         seconds.append(subject.timed())
+        if _is_long(seconds):
+            break
     used = {"cpu_s": (time.process_time() - cpu) / len(seconds)}
     used |= _used(before, subject.meter(), len(seconds))
     return {"seconds": seconds, **used, **({"queued_s": _queued(subject)} if subject.queues else {})}
@@ -100,8 +105,14 @@ def _at_30_hz(subject: Subject) -> Block:
             before, cpu = subject.meter(), time.process_time()
         else:
             seconds.append(took)
-    used = {"cpu_s": (time.process_time() - cpu) / FRAMES}
-    return {"seconds": seconds, **used, **_used(before, subject.meter(), FRAMES)}
+        if _is_long(seconds):
+            break
+    used = {"cpu_s": (time.process_time() - cpu) / len(seconds)}
+    return {"seconds": seconds, **used, **_used(before, subject.meter(), len(seconds))}
+
+
+def _is_long(seconds: Sequence[float]) -> bool:
+    return len(seconds) >= FEWEST and sum(seconds) >= LONG_S
 
 
 def _used(before: Mapping[str, float], after: Mapping[str, float], calls: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from benchmarks.regimes import (
     AT_30_HZ,
     BACK_TO_BACK,
     BLOCK_S,
+    FEWEST,
     FRAMES,
     LEAST_CALLS,
     PERIOD_S,
@@ -72,8 +73,17 @@ def test_calls_back_to_back_have_nothing_between_them(clock: Clock) -> None:
     assert "queued_s" not in found
 
 
-def test_long_calls_back_to_back_are_a_few(clock: Clock) -> None:
-    assert len(block(Subject(Work(clock, 1.0)), BACK_TO_BACK)["seconds"]) == LEAST_CALLS
+@pytest.mark.parametrize(
+    ("seconds", "calls", "frames"),
+    [(0.05, LEAST_CALLS, FRAMES), (0.3, 4, 4), (0.6, FEWEST, FEWEST), (3.0, FEWEST, FEWEST)],
+)
+def test_long_calls_are_a_few(clock: Clock, seconds: float, calls: int, frames: int) -> None:
+    for regime, wanted in ((BACK_TO_BACK, calls), (AT_30_HZ, frames)):
+        work = Work(clock, seconds)
+        found = block(Subject(work), regime)
+        assert found["seconds"] == pytest.approx([seconds] * wanted)
+        assert found["cpu_s"] == pytest.approx(2 * seconds)
+        assert len(work.begun) == wanted + 1, "one that is not timed"
 
 
 def test_waiting_for_the_device_counts_and_queued_calls_wait_once(clock: Clock) -> None:
