@@ -13,7 +13,10 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave
+from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, tells_soon
+
+Until = Callable[[Mapping[str, Measurement]], bool]
+"""Whether what was sampled until now is enough."""
 
 NARROW = 1.1
 """Sampling ends when the ends of the interval are within this factor."""
@@ -105,6 +108,15 @@ def told_within(seconds: float) -> Callable[[int, Sequence[Gain]], bool]:
 
 def compare_fairly(before: Sampler, after: Sampler, *, seconds: float) -> Compared:
     """Sample both for `seconds`, or until more would not help, see `told_within`; at least `LEAST` rounds."""
+    return _compared(before, after, seconds, None)
+
+
+def compare_to_decide(before: Sampler, after: Sampler, *, seconds: float) -> Compared:
+    """As `compare_fairly` where only the verdict counts: fewer rounds of costly calls, see `tells_soon`."""
+    return _compared(before, after, seconds, lambda timed: tells_soon(timed["before"], timed["after"]))
+
+
+def _compared(before: Sampler, after: Sampler, seconds: float, is_plain: Until | None) -> Compared:
     enough = told_within(seconds)
 
     def found(timed: Mapping[str, Measurement]) -> Gain:
@@ -112,6 +124,8 @@ def compare_fairly(before: Sampler, after: Sampler, *, seconds: float) -> Compar
         return sure_gain(timed["before"], timed["after"], control)
 
     def is_told(timed: Mapping[str, Measurement]) -> bool:
+        if is_plain is not None and is_plain(timed):
+            return True
         return enough(len(timed["before"].samples), [found(timed)])
 
     samplers = {"before": before, "after": after, "before again": before}

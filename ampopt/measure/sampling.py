@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from ampopt.system.budget import COSTLY_CALL_S
+
 Sampler = Callable[[], float]
 """Takes one sample and returns it in seconds."""
 
@@ -19,6 +21,12 @@ LONG_CALL_S = 0.02
 
 SETTLED = 8
 """After so many calls a subject takes about what it takes in a loop, however short they are."""
+
+FEW, PLAIN = 3, 1.25
+"""After so many rounds costly calls may tell who is faster, if one is by this factor in each of them.
+
+What disturbs a call for milliseconds is a small share of them.
+"""
 
 TOO_WIDE = 1.5
 """From this ratio between its ends on, an interval is too wide to be used.
@@ -123,11 +131,22 @@ def gain(before: Measurement, after: Measurement) -> Gain:
     """Compare two interleaved measurements sample by sample.
 
     The interval holds the median of the ratios with 95 % confidence whatever their distribution: its ends
-    are order statistics with binomial(n, 1/2) ranks (Conover, Practical Nonparametric Statistics, 3.2).
+    are order statistics with binomial(n, 1/2) ranks (Conover, Practical Nonparametric Statistics, 3.2). Those
+    of fewer than six pairs are the smallest and the largest ratio, with less confidence: 75 % for three.
     """
     ratios = sorted(b / a for b, a in zip(before.samples, after.samples, strict=True))
     rank = _interval_rank(len(ratios))
     return Gain(statistics.median(ratios), ratios[rank], ratios[len(ratios) - 1 - rank])
+
+
+def tells_soon(before: Measurement, after: Measurement) -> bool:
+    """Whether rounds of costly calls tell what to decide, though an interval would need more of them.
+
+    `after` is plainly faster, or no faster in any round.
+    """
+    found, call_s = gain(before, after), min(before.median, after.median)
+    is_plain = found.low > PLAIN or found.high < 1
+    return is_plain and call_s >= COSTLY_CALL_S and len(before.samples) >= FEW
 
 
 def joined(first: Measurement, second: Measurement) -> Measurement:
@@ -163,13 +182,13 @@ def interleave(
     At least `least` rounds are made and at most `most`; with `warm_up`, one round before them is not counted.
     Rounds have random orders of `seed`, each followed by itself backwards: who comes after whom matters by a
     percent in calls of 0.1 ms, and so each subject comes before each other as often as after it. `until`
-    decides whether to stop: after `least` rounds, and then each time after half as many more.
+    decides whether to stop, also before `least` rounds: after `FEW`, and each time after half as many more.
     """
     for sampler in samplers.values() if warm_up else ():
         sampler()
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     orders = _balanced_orders(list(samplers), random.Random(seed))
-    end, rounds, asked = time.perf_counter() + seconds, 0, least
+    end, rounds, asked = time.perf_counter() + seconds, 0, FEW
     while rounds < least or (rounds < most and time.perf_counter() < end):
         if until is not None and rounds == asked:
             if until(_measured(samples)):

@@ -186,13 +186,14 @@ class LastComparison:
             )
 
     def choose(
-        self, states: Sequence[LaneState], serve: Callable[[LaneState], nn.Module], budget: Budget
+        self, states: Sequence[LaneState], serve: Callable[[LaneState], nn.Module], budget: Budget | None
     ) -> LaneState:
         """The fastest lane whose error is within tolerance; say so where a faster one was refused.
 
         A lane of lower precision is not chosen where it is no faster outside the noise. The result is then
         compared with the original by times of its own, of calls as the user makes them: those that a lane
-        was chosen for are too good to judge it by. `serve` makes the module for a lane.
+        was chosen for are too good to judge it by. `serve` makes the module for a lane. Without a `budget`
+        they are all there are.
         """
         summaries = self._ledger.lanes
         usable = [lane.name for lane in self._asked if lane.name in summaries]
@@ -215,12 +216,16 @@ class LastComparison:
                 best = other
         self._ledger.chosen, chosen = best, self._answers[best]
         self._ledger.graphs = listed(self._captured.program.graph), listed(chosen.best.program.graph)
-        self._compare_with_original(serve(chosen), rest_s(chosen.best.program), budget)
-        fastest, control = summaries[best].best, self._ledger.control
-        if self._ledger.chosen == ORIGINAL:
-            assert self._beside is not None
-            fastest = self._beside
+        fastest, control, beside = summaries[best].best, self._ledger.control, self._beside
         assert control is not None
+        assert beside is not None
+        if budget is None:
+            self._ledger.gain = sure_gain(beside, fastest, control)
+            self._leave_if_loss(gain(beside, fastest))
+        else:
+            self._compare_with_original(serve(chosen), rest_s(chosen.best.program), budget)
+        if self._ledger.chosen == ORIGINAL:
+            fastest = beside
         for name, lane in summaries.items():
             if lane.refused and (more := sure_gain(fastest, lane.best, control).at_least) > 1:
                 self._ledger.notes.append(
@@ -241,7 +246,10 @@ class LastComparison:
             original = engine_latency(self._call_of_user(), self._device)
             found = compare_fairly(original, own, seconds=min(HEADLINE * budget.seconds, max(left, 0.0)))
         self._ledger.baseline, self._ledger.gain, self._ledger.load = found.before, found.gain, found.load
-        if (told := gain(found.before, found.after)).is_loss:
+        self._leave_if_loss(gain(found.before, found.after))
+
+    def _leave_if_loss(self, told: Gain) -> None:
+        if told.is_loss:
             self._ledger.chosen = ORIGINAL
             self._ledger.notes.append(
                 "the original answers every call: called in turn with it, the best program takes "

@@ -26,7 +26,7 @@ from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import copied, map_tensors
 from ampopt.measure.clocks import engine_latency, latency, seconds_once_loaded
-from ampopt.measure.headline import compare_fairly
+from ampopt.measure.headline import compare_to_decide
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Measurement, Sampler
 from ampopt.search.lane_probe import LOADING, SLOW_CALL_S
@@ -38,7 +38,7 @@ from ampopt.search.served_part import ServedPart
 from ampopt.search.subject import rest_s
 from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck, all_finite
-from ampopt.system.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, calls_to_verify
+from ampopt.system.budget import CALLS_OF_A_TRIAL, calls_to_compare, calls_to_verify
 from ampopt.system.interrupts import check_interrupted, interruptible
 from ampopt.system.wording import argument
 
@@ -50,9 +50,6 @@ LEAST = 0.02
 
 COMPARING_S = 1.0
 """Time in seconds of comparing a submodule, or the whole, in lower precision with its FP32 form."""
-
-FEWEST_CALLS = calls_to_verify(0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
-"""Number of calls of a submodule for which its share has to last. Else FP32 keeps the whole time."""
 
 ENOUGH_S = 8.0
 """Time in seconds that the search for the longest submodule's FP32 form keeps in any case: some passes and
@@ -135,9 +132,8 @@ class LowerParts:
             return 0.0
         needed = sum(self._took[name] for name in tolerated)
         calls = seconds / (sum(self._took.values()) + needed)
-        lacking = (
-            max(FEWEST_CALLS / calls, ENOUGH_S / (calls * max(self._took.values()))) if calls > 0 else 1.0
-        )
+        longest = max(self._took.values())
+        lacking = max(_fewest_calls(longest) / calls, ENOUGH_S / (calls * longest)) if calls > 0 else 1.0
         if lacking <= 1.0:
             return needed
         whole = lacking * self._options.budget_s
@@ -195,7 +191,7 @@ class LowerParts:
             for index, region in enumerate(waiting):
                 left, took = end - time.perf_counter(), self._took[region.name]
                 share = left * took / sum(self._took[each.name] for each in waiting[index:])
-                if share < max(LEAST_S, FEWEST_CALLS * took):
+                if share < max(LEAST_S, _fewest_calls(took) * took):
                     self.reasons.append(self._stays(region, lane, self._spent))
                     continue
                 if self._try(region, lane, share, progress, sandbox):
@@ -222,7 +218,7 @@ class LowerParts:
                 before, after = (
                     latency(functools.partial(self._check.call, form), self._device) for form in forms
                 )
-                found = compare_fairly(before, after, seconds=min(COMPARING_S, max(seconds, 0.0)))
+                found = compare_to_decide(before, after, seconds=min(COMPARING_S, max(seconds, 0.0)))
             lane = next(iter(lanes.values()))
             if not self.lanes:  # else neither form is in FP32
                 self.compared = ComparedParts(lane, found.before, found.after, error, lower_error)
@@ -243,9 +239,8 @@ class LowerParts:
         try:
             with untouched_rng(self._device):
                 loading_s = LOADING * self._options.budget_s  # once for all of them
-                took = seconds_once_loaded(
-                    call, self._device, long_s=SLOW_CALL_S, most_s=most_s, loading_s=loading_s
-                )
+                limits = {"long_s": SLOW_CALL_S, "most_s": most_s, "loading_s": loading_s}
+                took = seconds_once_loaded(call, self._device, **limits)
         except Exception as error:
             check_interrupted(error)
             self.reasons.append(self._stays(region, lane, f"it fails ({first_line(error)})"))
@@ -289,7 +284,8 @@ class LowerParts:
         fp32, was_cut_off = self._fp32.get(region.name), False
         try:
             rival = _calls_of(region, region.calls[:1], fp32, self._device)
-            module, was_cut_off = optimize_region(region, options, progress, sandbox, rival)
+            given = options, progress, sandbox, rival
+            module, was_cut_off = optimize_region(region, *given, call_s=self._took[region.name])
             self._lower_reports[region.name] = module.report
             with interruptible():
                 seconds = 0.0 if was_cut_off else min(COMPARING_S, LOOKING * share)
@@ -313,7 +309,7 @@ class LowerParts:
         if why := self._why_not_known(module.report, lane):
             return why
         before, after = (self._sampler(region, form) for form in (self._fp32.get(region.name), module))
-        if not compare_fairly(before, after, seconds=seconds).gain.is_real:
+        if not compare_to_decide(before, after, seconds=seconds).gain.is_real:
             return "it is not faster"
         return self._why_wrong(patched(self._original, {**self.modules, region.name: module}))
 
@@ -352,6 +348,11 @@ class LowerParts:
             lanes, entries = {**own.report.lanes, **lower.lanes}, [*own.report.entries, *lower.entries]
             served = self.modules[name].report
             served.lanes, served.entries = lanes, entries
+
+
+def _fewest_calls(call_s: float) -> int:
+    """Number of calls of a submodule for which its share has to last. Else FP32 keeps the whole time."""
+    return calls_to_verify(0) + CALLS_OF_A_TRIAL + calls_to_compare(call_s, is_part=True)
 
 
 class _Lowered:

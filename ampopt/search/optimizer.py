@@ -38,7 +38,7 @@ from ampopt.search.search_plan import TRYING, Search, begin_ahead
 from ampopt.search.size_search import SHARE, find_sized_program
 from ampopt.search.trials import Progress
 from ampopt.search.tuning_cache import default_cache, key_of
-from ampopt.system.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, Budget, calls_to_verify
+from ampopt.system.budget import CALLS_OF_A_TRIAL, COSTLY_CALL_S, Budget, calls_to_compare, calls_to_verify
 from ampopt.system.environment import environment
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted, held, interruptible
@@ -86,13 +86,15 @@ class Optimizer:
         progress: Progress | None = None,
         sandbox: Sandbox | None = None,
         max_captures: int = 16,
+        is_part: bool = False,
         call_s: float | None = None,
         rival: Callable[[], object] | None = None,
     ) -> None:
         """`original` is a private copy in evaluation mode; `started` is on `time.perf_counter`'s clock.
 
-        `call_s` is the time of a call in seconds, if known. `rival` calls an optimized form of the model in
-        FP32 that is there already: then only the lanes asked for are searched, and none far behind it.
+        `call_s` is the time of a call in seconds, if known. `is_part`: of a model that is compared at last.
+        `rival` calls an optimized form of the model in FP32 that is there already: then only the lanes asked
+        for are searched, and none far behind it.
         """
         if call_s is None:
             args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
@@ -106,7 +108,8 @@ class Optimizer:
             options = options.with_share(1 - SHARE)
         self._original, self._captured, self._options, self._started = original, captured, options, started
         self._progress, self._sandbox, self._max_captures = progress, sandbox, max_captures
-        self._rival = rival
+        self._rival, self._is_brief = rival, is_part and call_s >= COSTLY_CALL_S
+        self._calls_to_compare = calls_to_compare(call_s, is_part=is_part)
         self._budget = Budget(started, options.budget_s)
         program = captured.program
         self.device = program.device
@@ -133,7 +136,7 @@ class Optimizer:
         likeliest, foreseen = self._candidates[-1], Foreseen()
         if self._known is None or likeliest.name not in self._known.recipes:
             foreseen = begin_ahead(likeliest.start(captured.program), self._pipeline, self._sandbox)
-        after = CALLS_TO_COMPARE + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
+        after = self._calls_to_compare + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
         for draws in range(effort.draws, -1, -1):
             needed_s = self._call_s * (calls_to_verify(draws) + after)
             self._why_not = self._budget.why_not(needed_s, self._call_s, "verifying and judging one pass")
@@ -171,7 +174,7 @@ class Optimizer:
         self._last = LastComparison(
             self._original, captured, self._verifier, self.ledger, self._lanes, self._bound
         )
-        finishing_s = self._verifier.settling_s(self._call_s) + 2 * CALLS_TO_COMPARE * self._call_s
+        finishing_s = self._verifier.settling_s(self._call_s) + 2 * self._calls_to_compare * self._call_s
         shares = TRYING * options.budget_s, options.budget_s - finishing_s
         trying_s = max(min(shares), LEAST * options.budget_s)
         self._manager = PassManager(
@@ -235,7 +238,7 @@ class Optimizer:
                 self.ledger.lanes.clear()
                 self._summarize()
             budget = Budget(self._started, self._options.budget_s)
-            chosen.append(self._last.choose(self._states, self._module, budget))
+            chosen.append(self._last.choose(self._states, self._module, None if self._is_brief else budget))
 
         for _ in range(1 if self.interrupted else 2):
             if self.interrupted:
@@ -357,11 +360,8 @@ class Optimizer:
         if not self._sizes:
             return None
         if state is None or self.interrupted:
-            why = (
-                "the original answers"
-                if state is None
-                else "interrupted: each size gets a program of its own"
-            )
+            each = "interrupted: each size gets a program of its own"
+            why = "the original answers" if state is None else each
             self.ledger.notes.append(f"there is no program for {shown(self._sizes)}: {why}")
             return None
         program = state.best.program

@@ -110,9 +110,9 @@ class PartsSearch:
             share = max(left * (self._took[index] + own_lower_s) / weights, 0.1)
             try:
                 if lane is not None:
-                    module, was_cut_off = self._in_both(region, lane, share, end)
+                    module, was_cut_off = self._in_both(index, lane, share, end)
                 else:
-                    module, was_cut_off = self._optimized(region, self._fp32.within(share))
+                    module, was_cut_off = self._optimized(index, self._fp32.within(share))
             except KeyboardInterrupt:
                 return True
             except Exception as error:
@@ -126,15 +126,16 @@ class PartsSearch:
                 return True
         return False
 
-    def _optimized(self, region: Region, options: Options) -> tuple[OptimizedModule, bool]:
-        return optimize_region(region, options, self._progress, self._sandbox)
+    def _optimized(self, index: int, options: Options) -> tuple[OptimizedModule, bool]:
+        region, call_s = self._regions[index], self._took[index]
+        return optimize_region(region, options, self._progress, self._sandbox, call_s=call_s)
 
     def _lane_at_once(self, index: int) -> Lane | None:
         """The lower lane in which a submodule is optimized together with FP32; None: it is not."""
         is_long = self._took[index] >= MAIN * sum(self._took)
         return next(iter(self.lower.lanes_of(self._regions[index])), None) if is_long else None
 
-    def _in_both(self, region: Region, lane: Lane, share: float, end: float) -> tuple[OptimizedModule, bool]:
+    def _in_both(self, index: int, lane: Lane, share: float, end: float) -> tuple[OptimizedModule, bool]:
         """A submodule in a lane or in FP32, which is faster; in FP32, until `end`, if the whole is wrong so.
 
         A search in one lane tries FP32, too. The error that the lane may have is for the whole to judge. If
@@ -142,12 +143,12 @@ class PartsSearch:
         """
         lanes = f"{FP32.name},{lane.name}" if self.lower.is_empty else lane.name
         options = dataclasses.replace(self._options, precision=lanes)
-        module, was_cut_off = self._optimized(region, options.within(share))
-        if self.lower.takes(region, module, lane):
+        module, was_cut_off = self._optimized(index, options.within(share))
+        if self.lower.takes(self._regions[index], module, lane):
             return module, was_cut_off
         if was_cut_off:
             raise KeyboardInterrupt
-        return self._optimized(region, self._fp32.within(max(end - time.perf_counter(), 0.1)))
+        return self._optimized(index, self._fp32.within(max(end - time.perf_counter(), 0.1)))
 
 
 def shortened(reasons: Sequence[str], more: str) -> list[str]:

@@ -137,13 +137,17 @@ def optimize_region(
     progress: Progress,
     sandbox: Sandbox,
     rival: Callable[[], object] | None = None,
+    *,
+    call_s: float | None = None,
 ) -> tuple[OptimizedModule, bool]:
     """The optimized submodule, also for its other calls, and whether Ctrl-C has ended the work on it.
 
-    `rival`: see `Optimizer`.
+    `rival` and `call_s`: see `Optimizer`.
     """
     own = region.original, region.captured
-    module, was_cut_off = optimize_captured(*own, options, region.name, progress, sandbox, rival)
+    module, was_cut_off = optimize_captured(
+        *own, options, region.name, progress, sandbox, rival, call_s=call_s
+    )
     module.layouts = region.layouts
     if not was_cut_off:
         with interruptible():
@@ -160,10 +164,12 @@ def optimize_captured(
     progress: Progress,
     sandbox: Sandbox,
     rival: Callable[[], object] | None = None,
+    *,
+    call_s: float | None = None,
 ) -> tuple[OptimizedModule, bool]:
     """Optimize a part of a model, for the captured call alone; also whether Ctrl-C has ended the work.
 
-    `rival`: see `Optimizer`.
+    `rival` and `call_s`: see `Optimizer`.
     """
     with interruptible():
         optimizer = Optimizer(
@@ -175,6 +181,8 @@ def optimize_captured(
             progress=progress,
             sandbox=sandbox,
             max_captures=0,
+            is_part=True,
+            call_s=call_s,
             rival=rival,
         )
     return optimizer.run(), optimizer.interrupted

@@ -19,7 +19,7 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
-from ampopt.measure.headline import Compared, compare_fairly
+from ampopt.measure.headline import Compared, compare_fairly, compare_to_decide
 from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Gain, Measurement, Sampler
 from ampopt.search.between import Between
@@ -34,7 +34,7 @@ from ampopt.search.region import Region
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck
-from ampopt.system.budget import Budget
+from ampopt.system.budget import COSTLY_CALL_S, Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible
 from ampopt.system.wording import argument
@@ -245,14 +245,14 @@ class PartwiseOptimizer:
         return latency(lambda: self._check.call(model), self._device)
 
     def _looked(self, before: Sampler, after: Sampler, looks: Sequence[float]) -> Compared:
-        """Compare for some seconds, and, while that does not tell and the last comparison has time, again."""
+        """Compare, and, while that does not tell and there is time, again: costly calls only once."""
         first, *more = looks
-        found = compare_fairly(before, after, seconds=min(first, self._budget.rest_s))
+        found = compare_to_decide(before, after, seconds=min(first, self._budget.rest_s))
         for seconds in more:
             is_late = self._budget.rest_s < seconds + self._comparing_s
-            if found.gain.is_told or is_late:
+            if found.gain.is_told or is_late or found.before.median >= COSTLY_CALL_S:
                 break
-            found = compare_fairly(before, after, seconds=seconds)
+            found = compare_to_decide(before, after, seconds=seconds)
         return found
 
     @property

@@ -52,6 +52,12 @@ FLOAT64 = 3
 CALLS_TO_COMPARE = 45
 """Number of calls of the shortest last comparison: original, eager and best in six rounds, and checks."""
 
+COSTLY_CALL_S = 0.5
+"""From this duration on calls are costly: a minute has too few of them to be spent on what is plain."""
+
+CALLS_TO_COMPARE_A_PART = 24
+"""Number of calls of the shortest last comparison of a part whose calls are costly: of its lanes alone."""
+
 FAULTS = 2
 """Number of inputs with NaN or infinity, for which references are computed, too."""
 
@@ -98,6 +104,11 @@ def default_budget_s(call_s: float, capture_s: float = 0.0) -> float:
     """The time budget in seconds for a model, if the user gives none, by what a call and its capture take."""
     for_graph = min(CAPTURES * capture_s, MOST_FOR_CAPTURES_S)
     return min(max(DEFAULT_S, DEFAULT_CALLS * call_s, for_graph), MOST_BY_DEFAULT_S)
+
+
+def calls_to_compare(call_s: float, *, is_part: bool) -> int:
+    """Calls of the last comparison of a model, or of a part of one, that takes `call_s` seconds a call."""
+    return CALLS_TO_COMPARE_A_PART if is_part and call_s >= COSTLY_CALL_S else CALLS_TO_COMPARE
 
 
 def calls_to_verify(draws: int) -> int:

@@ -16,6 +16,7 @@ from ampopt.measure.headline import (
     Compared,
     Load,
     compare_fairly,
+    compare_to_decide,
     load_now,
     sure_gain,
     told_within,
@@ -115,6 +116,27 @@ def test_identical_programs_are_no_different_however_busy_the_machine(
 ) -> None:
     found = [compared(monkeypatch, machine(seed), work, work, seconds).gain for seed in range(SESSIONS)]
     assert sum(each.is_real or each.is_loss for each in found) <= SESSIONS // 100
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_few_rounds_of_costly_calls_find_no_gain_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, machine: type[Machine]
+) -> None:
+    found = list[Compared]()
+    for seed in range(SESSIONS):
+        each = machine(seed)
+        monkeypatch.setattr("ampopt.measure.sampling.time.perf_counter", lambda each=each: each.now)
+        found.append(compare_to_decide(each.sampler(1.0), each.sampler(1.0), seconds=1.0))
+    assert sum(each.gain.is_real for each in found) <= SESSIONS // 100
+
+
+def test_few_rounds_of_costly_calls_tell_a_plain_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for compare, rounds in ((compare_to_decide, 3), (compare_fairly, LEAST)):
+        machine = Machine(0)
+        monkeypatch.setattr("ampopt.measure.sampling.time.perf_counter", lambda each=machine: each.now)
+        found = compare(machine.sampler(2.0), machine.sampler(1.0), seconds=1.0)
+        assert found.gain.is_real
+        assert len(found.after.samples) == rounds
 
 
 @pytest.mark.parametrize("factor", [1.02, 2.0, 3.0])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from ampopt.measure import sampling
-from ampopt.measure.sampling import Gain, Measurement, gain, interleave, latency
+from ampopt.measure.sampling import Gain, Measurement, gain, interleave, latency, tells_soon
 
 
 def test_quantiles_are_samples() -> None:
@@ -190,7 +190,7 @@ def test_rounds_end_with_the_time_or_their_number(monkeypatch: pytest.MonkeyPatc
     assert len(interleave({"a": lambda: 1.0}, seconds=1e6, most=7)["a"].samples) == 7
 
 
-@pytest.mark.parametrize(("enough", "rounds"), [(1, 6), (7, 9), (10, 13), (1000, 30)])
+@pytest.mark.parametrize(("enough", "rounds"), [(1, 3), (4, 4), (5, 6), (7, 9), (10, 13), (1000, 30)])
 def test_rounds_end_when_they_are_enough(enough: int, rounds: int) -> None:
     def until(timed: Mapping[str, Measurement]) -> bool:
         assert set(timed) == {"a", "b"}
@@ -199,6 +199,23 @@ def test_rounds_end_when_they_are_enough(enough: int, rounds: int) -> None:
     samplers = {name: lambda: 1.0 for name in "ab"}
     found = interleave(samplers, seconds=1e6, least=6, most=30, until=until)
     assert [len(each.samples) for each in found.values()] == [rounds, rounds]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_told"),
+    [
+        ((2.0, 2.0, 2.0), (1.0, 1.5, 1.2), True),
+        ((2.0, 2.0, 2.0), (1.0, 1.7, 1.2), False),  # 1.18x in one round
+        ((1.0, 1.0, 1.0), (1.01, 1.2, 1.01), True),
+        ((1.0, 1.0, 1.0), (1.01, 1.2, 0.99), False),  # it may be faster
+        ((2.0, 2.0), (1.0, 1.0), False),
+        ((0.6, 0.6, 0.6), (0.4, 0.4, 0.4), False),  # these calls are not costly
+    ],
+)
+def test_three_rounds_of_costly_calls_tell_what_is_plain(
+    before: tuple[float, ...], after: tuple[float, ...], is_told: bool
+) -> None:
+    assert tells_soon(Measurement(before), Measurement(after)) == is_told
 
 
 @pytest.mark.parametrize(

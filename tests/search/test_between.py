@@ -133,24 +133,25 @@ def test_without_time_to_trace_it_the_code_between_stays(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("took_s", "rounds"), [(0.0, 2), (1e6, 1)])
+@pytest.mark.parametrize("call_s", [0.1, 1.0])
 def test_comparing_forms_goes_on_only_while_the_last_comparison_has_time(
-    took_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+    took_s: float, rounds: int, call_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = list[float]()
 
     def undecided(before: object, after: object, *, seconds: float) -> Compared:
         compared.append(seconds)
-        return Compared(Measurement((1.0,)), Measurement((1.0,)), Gain(1.0, 0.9, 1.1), None)
+        return Compared(Measurement((call_s,)), Measurement((call_s,)), Gain(1.0, 0.9, 1.1), None)
 
     options = Options().within(60.0)
     sandbox: Any = None
     work = regions.PartwiseOptimizer(
         Finder(), (X,), {}, options, "", started=time.perf_counter(), progress=print, sandbox=sandbox
     )
-    monkeypatch.setattr(regions, "compare_fairly", undecided)
+    monkeypatch.setattr(regions, "compare_to_decide", undecided)
     monkeypatch.setattr(work, "_comparing_s", took_s)
     work._compared(Finder(), Finder())
-    assert len(compared) == rounds
+    assert len(compared) == (rounds if call_s < 0.5 else 1)
 
 
 def test_where_dynamo_fails_the_submodules_serve(monkeypatch: pytest.MonkeyPatch) -> None:

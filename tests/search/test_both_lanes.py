@@ -37,9 +37,9 @@ def test_what_takes_most_of_the_time_is_optimized_in_both_lanes_at_once(
     """It serves in the lane that its search has chosen; in FP32 where the whole is wrong with that."""
     asked = list[str]()
 
-    def in_amp(region: Any, options: Any, *given: Any) -> Any:
+    def in_amp(region: Any, options: Any, *given: Any, **known: Any) -> Any:
         asked.append(options.precision)
-        module, was_cut_off = optimize_region(region, options, *given)
+        module, was_cut_off = optimize_region(region, options, *given, **known)
         return module if options.precision == "fp32" else _in_amp(module), was_cut_off
 
     monkeypatch.setattr(parts_search, "optimize_region", in_amp)
@@ -95,9 +95,9 @@ def test_where_the_whole_gives_nothing_the_search_of_both_lanes_chooses(
 ) -> None:
     asked = list[str]()
 
-    def noting(region: Any, options: Any, *given: Any) -> Any:
+    def noting(region: Any, options: Any, *given: Any, **known: Any) -> Any:
         asked.append(options.precision)
-        return optimize_region(region, options, *given)
+        return optimize_region(region, options, *given, **known)
 
     monkeypatch.setattr(parts_search, "optimize_region", noting)
     monkeypatch.setattr(LowerParts, "look", _tolerating_all)
@@ -119,8 +119,8 @@ def _tolerating_all(self: Any, *_: float) -> None:
 def test_what_was_interrupted_in_both_lanes_serves_only_if_the_whole_is_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def cut_off(region: Any, options: Any, *given: Any) -> Any:
-        return _in_amp(optimize_region(region, options, *given)[0]), True
+    def cut_off(region: Any, options: Any, *given: Any, **known: Any) -> Any:
+        return _in_amp(optimize_region(region, options, *given, **known)[0]), True
 
     monkeypatch.setattr(parts_search, "optimize_region", cut_off)
     monkeypatch.setattr(LowerParts, "look", _tolerating_all)

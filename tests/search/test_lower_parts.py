@@ -141,7 +141,7 @@ def test_a_metric_that_gives_nan_is_told_as_that() -> None:
 
 
 def test_where_no_time_is_left_fp32_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower_parts, "FEWEST_CALLS", 1e9)
+    monkeypatch.setattr(lower_parts, "calls_to_verify", lambda draws: 1e9)
     report = made(Tolerant().eval()).report
     assert (report.chosen, list(report.lanes)) == ("fp32", ["fp32"])
     assert lanes_of(report) == {"first": "fp32", "second": "fp32"}
@@ -187,13 +187,13 @@ def test_fp32_keeps_the_whole_time_where_half_of_it_is_too_short(
 
 def _gains(monkeypatch: pytest.MonkeyPatch, *gains: float) -> None:
     """What comparisons with lower precision say, one after another, the last again and again."""
-    whole, left = headline.compare_fairly, list(gains)
+    whole, left = headline.compare_to_decide, list(gains)
 
     def compared(*given: Any, **options: Any) -> Compared:
         ratio = left.pop(0) if len(left) > 1 else left[0]
         return dataclasses.replace(whole(*given, **options), gain=Gain(ratio, ratio, ratio))
 
-    monkeypatch.setattr(lower_parts, "compare_fairly", compared)
+    monkeypatch.setattr(lower_parts, "compare_to_decide", compared)
 
 
 def test_a_submodule_that_is_not_faster_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

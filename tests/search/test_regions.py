@@ -307,7 +307,7 @@ def test_a_model_that_writes_its_input_does_so_in_every_mode(
 
 
 def test_a_region_that_fails_runs_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*args: Any) -> None:
+    def failing(*args: Any, **options: Any) -> None:
         raise ZeroDivisionError("no time")
 
     monkeypatch.setattr("ampopt.search.parts_search.optimize_region", failing)

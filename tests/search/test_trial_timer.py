@@ -116,11 +116,23 @@ def test_a_large_gain_in_the_noise_is_sampled_again_while_it_decides_and_there_i
 def test_what_a_few_samples_leave_no_doubt_of_is_not_sampled_on(
     after_s: float, is_plain: bool, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {id(subject): 1.0}
-    monkeypatch.setattr(trial_timer, "_sampler", lambda each, _: lambda: times.get(id(each), after_s))
+    times = {id(subject): 0.1}
+    monkeypatch.setattr(trial_timer, "_sampler", lambda each, _: lambda: times.get(id(each), 0.1 * after_s))
     done = trial()
     TrialTimer(0.05).time(done, subject, Subject(subject.program), True, True)
     assert done.entry.before is not None
     rounds = len(done.entry.before.latency.samples)
     assert rounds >= ENOUGH
     assert (rounds < 2 * ENOUGH) == is_plain
+
+
+@pytest.mark.parametrize(("after_s", "rounds"), [(0.7, 3), (0.9, 6), (1.0, 6), (1.1, 3)])
+def test_costly_calls_are_sampled_until_it_is_plain_who_is_faster(
+    after_s: float, rounds: int, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {id(subject): 1.0}
+    monkeypatch.setattr(trial_timer, "_sampler", lambda each, _: lambda: times.get(id(each), after_s))
+    done = trial()
+    TrialTimer(0.0).time(done, subject, Subject(subject.program), True, True)
+    assert done.entry.before is not None
+    assert len(done.entry.before.latency.samples) == rounds
