@@ -107,6 +107,6 @@ def _compiled(
         limit_s = options.budget_s if options.is_budget_given else None
         tell = stack.enter_context(progress_line(shown, time.perf_counter(), limit_s))
         sandbox = stack.enter_context(Sandbox(device))
-        compiled = compile_graph(graph, inputs, weights, options, tell, sandbox)
+        compiled = compile_graph(graph, inputs, weights, options, tell, sandbox, is_part=False)
     release(device)
     return compiled

@@ -89,7 +89,8 @@ class Measurement:
 class Gain:
     """How many times faster `after` is than `before`: the median of paired ratios and its interval.
 
-    The interval is of 95 % confidence as `gain` finds it, and wider as `headline.sure_gain` does.
+    The interval is of 95 % confidence as `gain` finds it in six pairs or more, and wider as
+    `headline.sure_gain` does.
     """
 
     ratio: float
@@ -140,12 +141,9 @@ def gain(before: Measurement, after: Measurement) -> Gain:
 
 
 def tells_soon(before: Measurement, after: Measurement) -> bool:
-    """Whether rounds of costly calls tell what to decide, though an interval would need more of them.
-
-    `after` is plainly faster, or no faster in any round.
-    """
+    """Whether few rounds of costly calls tell which is faster, though an interval of 95 % would need six."""
     found, call_s = gain(before, after), min(before.median, after.median)
-    is_plain = found.low > PLAIN or found.high < 1
+    is_plain = found.low > PLAIN or found.high < 1 / PLAIN
     return is_plain and call_s >= COSTLY_CALL_S and len(before.samples) >= FEW
 
 

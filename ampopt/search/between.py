@@ -127,7 +127,8 @@ class Between:
             mine = options.within(share)
             try:
                 with torch.no_grad():
-                    compiled = compile_graph(part.graph, part.inputs, part.weights, mine, progress, sandbox)
+                    given = part.graph, part.inputs, part.weights, mine, progress, sandbox
+                    compiled = compile_graph(*given, is_part=True)
             except Exception as error:
                 check_interrupted(error)
                 yield part, None, reason_of(error)

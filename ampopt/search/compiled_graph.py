@@ -128,8 +128,12 @@ def compile_graph(
     options: Options,
     progress: Progress,
     sandbox: Sandbox,
+    *,
+    is_part: bool,
 ) -> CompiledGraph:
     """The optimized graph; `places` are those of the weights among its inputs, which become constants.
+
+    `is_part`: see `Optimizer`.
 
     Raises CaptureError with the reason where the graph has to run as it was: it may need gradients, has
     sizes, strides or numbers that may change from call to call, writes to its inputs, computes nothing but
@@ -154,7 +158,8 @@ def compile_graph(
         computed = original.only(layout.own)
         captured = capture(computed, given, {}, sandbox.device, lift_state=False)
     name = f"graph of {size_of(graph)} operators"
-    module, was_cut_off = optimize_captured(computed, captured, options, name, progress, sandbox)
+    given_to = computed, captured, options, name, progress, sandbox
+    module, was_cut_off = optimize_captured(*given_to, is_part=is_part)
     if was_cut_off:
         raise KeyboardInterrupt
     if module.report.chosen == ORIGINAL:

@@ -193,7 +193,7 @@ class LastComparison:
         A lane of lower precision is not chosen where it is no faster outside the noise. The result is then
         compared with the original by times of its own, of calls as the user makes them: those that a lane
         was chosen for are too good to judge it by. `serve` makes the module for a lane. Without a `budget`
-        they are all there are.
+        there is no such comparison: the whole, of which this is a part, has one.
         """
         summaries = self._ledger.lanes
         usable = [lane.name for lane in self._asked if lane.name in summaries]

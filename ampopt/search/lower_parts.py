@@ -133,8 +133,8 @@ class LowerParts:
         needed = sum(self._took[name] for name in tolerated)
         calls = seconds / (sum(self._took.values()) + needed)
         longest = max(self._took.values())
-        lacking = max(_fewest_calls(longest) / calls, ENOUGH_S / (calls * longest)) if calls > 0 else 1.0
-        if lacking <= 1.0:
+        fewest = max(map(_fewest_calls, (longest, *(self._took[name] for name in tolerated))))
+        if (lacking := max(fewest, ENOUGH_S / longest) / calls if calls > 0 else 1.0) <= 1.0:
             return needed
         whole = lacking * self._options.budget_s
         unit = 10.0 ** max(math.floor(math.log10(whole)) - 1, 0)

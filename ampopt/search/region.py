@@ -165,11 +165,12 @@ def optimize_captured(
     sandbox: Sandbox,
     rival: Callable[[], object] | None = None,
     *,
+    is_part: bool = True,
     call_s: float | None = None,
 ) -> tuple[OptimizedModule, bool]:
     """Optimize a part of a model, for the captured call alone; also whether Ctrl-C has ended the work.
 
-    `rival` and `call_s`: see `Optimizer`.
+    `rival`, `is_part` and `call_s`: see `Optimizer`.
     """
     with interruptible():
         optimizer = Optimizer(
@@ -181,7 +182,7 @@ def optimize_captured(
             progress=progress,
             sandbox=sandbox,
             max_captures=0,
-            is_part=True,
+            is_part=is_part,
             call_s=call_s,
             rival=rival,
         )

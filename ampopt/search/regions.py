@@ -19,9 +19,9 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
-from ampopt.measure.headline import Compared, compare_fairly, compare_to_decide
+from ampopt.measure.headline import LEAST, Compared, compare_fairly, compare_to_decide
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.sampling import Gain, Measurement, Sampler
+from ampopt.measure.sampling import Measurement, Sampler
 from ampopt.search.between import Between
 from ampopt.search.forms import AS_GRAPHS, form_of
 from ampopt.search.lane_probe import seconds_of_a_call
@@ -235,22 +235,23 @@ class PartwiseOptimizer:
             )
 
     def _compared(self, before: Callable[..., Any], after: Callable[..., Any]) -> Compared:
-        """Compare calls of two models; for longer where that does not tell which is faster."""
+        """Compare calls of two models; for longer where that does not tell which is faster, see `_looked`."""
         began = time.perf_counter()
         found = self._looked(self._sampler(before), self._sampler(after), (COMPARING_S, UNDECIDED_S))
-        self._comparing_s = max(self._comparing_s, time.perf_counter() - began)
+        took, rounds = time.perf_counter() - began, 1 + len(found.before.samples)
+        self._comparing_s = max(self._comparing_s, took * max(1.0, (1 + LEAST) / rounds))
         return found
 
     def _sampler(self, model: Callable[..., Any]) -> Sampler:
         return latency(lambda: self._check.call(model), self._device)
 
     def _looked(self, before: Sampler, after: Sampler, looks: Sequence[float]) -> Compared:
-        """Compare, and, while that does not tell and there is time, again: costly calls only once."""
+        """Compare, and again while that is vague and there is time, also for more rounds of costly calls."""
         first, *more = looks
         found = compare_to_decide(before, after, seconds=min(first, self._budget.rest_s))
         for seconds in more:
-            is_late = self._budget.rest_s < seconds + self._comparing_s
-            if found.gain.is_told or is_late or found.before.median >= COSTLY_CALL_S:
+            is_short = found.before.median >= COSTLY_CALL_S and seconds < 6 * LEAST * found.before.median
+            if found.gain.is_told or is_short or self._budget.rest_s < seconds + self._comparing_s:
                 break
             found = compare_to_decide(before, after, seconds=seconds)
         return found
@@ -309,12 +310,9 @@ class PartwiseOptimizer:
         without, inside = patched(self._form, self._modules), patched(form, self._modules)
         if why_wrong := self._check.judge(between.serve(inside), lower=bool(self._lower_lanes))[1]:
             return why_wrong
-        return None if self._gain_between(without, between.serve(inside)).is_real else "it is not faster"
-
-    def _gain_between(self, without: Callable[..., Any], served: Callable[..., Any]) -> Gain:
-        """The most of a call may be at stake: where that does not tell, they are compared as at last."""
-        looks = (COMPARING_S, HEADLINE * self._options.budget_s)
-        return self._looked(self._sampler(without), self._sampler(served), looks).gain
+        looks = (COMPARING_S, HEADLINE * self._options.budget_s)  # the most of a call may be at stake
+        found = self._looked(self._sampler(without), self._sampler(between.serve(inside)), looks)
+        return None if found.gain.is_real else "it is not faster"
 
     def _compare_or_leave(self) -> None:
         """`_compare`; where it fails or is interrupted, the original is chosen, and a note says why."""

@@ -130,13 +130,24 @@ def test_few_rounds_of_costly_calls_find_no_gain_where_there_is_none(
     assert sum(each.gain.is_real for each in found) <= SESSIONS // 100
 
 
-def test_few_rounds_of_costly_calls_tell_a_plain_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for compare, rounds in ((compare_to_decide, 3), (compare_fairly, LEAST)):
-        machine = Machine(0)
-        monkeypatch.setattr("ampopt.measure.sampling.time.perf_counter", lambda each=machine: each.now)
-        found = compare(machine.sampler(2.0), machine.sampler(1.0), seconds=1.0)
-        assert found.gain.is_real
-        assert len(found.after.samples) == rounds
+@pytest.mark.parametrize(
+    ("compare", "before_s", "rounds"),
+    [
+        (compare_to_decide, 2.0, 3),
+        (compare_to_decide, 1.1, LEAST),
+        (compare_to_decide, 0.9, 3),
+        (compare_fairly, 2.0, LEAST),
+        (compare_fairly, 0.9, LEAST),
+    ],
+)
+def test_few_rounds_of_costly_calls_decide_and_more_are_reported(
+    compare: Callable[..., Compared], before_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(0)
+    monkeypatch.setattr("ampopt.measure.sampling.time.perf_counter", lambda: machine.now)
+    found = compare(machine.sampler(before_s), machine.sampler(1.0), seconds=1.0)
+    assert found.gain.is_real == (before_s > 1)
+    assert len(found.after.samples) == rounds
 
 
 @pytest.mark.parametrize("factor", [1.02, 2.0, 3.0])

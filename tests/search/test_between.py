@@ -116,8 +116,8 @@ def test_neither_capture_nor_timing_advances_the_state_and_it_can_be_reset() -> 
 
 
 def test_where_the_code_between_is_no_faster_the_submodules_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    even = Gain(1.0, 0.99, 1.01)
-    monkeypatch.setattr("ampopt.search.regions.PartwiseOptimizer._gain_between", lambda *_: even)
+    even = Compared(Measurement((1.0,)), Measurement((1.0,)), Gain(1.0, 0.99, 1.01), None)
+    monkeypatch.setattr("ampopt.search.regions.PartwiseOptimizer._looked", lambda *_: even)
     model, fast = made()
     assert list(fast.report.regions) == ["body"]
     assert "the code between submodules runs as it was: it is not faster" in fast.report.notes

@@ -165,6 +165,7 @@ def test_what_serves_gives_the_original_s_results(
 
     monkeypatch.setattr("ampopt.system.budget.MARGIN_S", 1e3)  # a busy machine may take long to capture
     monkeypatch.setattr(regions, "compare_fairly", comparing_briefly)
+    monkeypatch.setattr(regions, "compare_to_decide", comparing_briefly)
     found_by = lambda check, _, is_over: form_of(check, comparing(is_faster), is_over)  # noqa: E731
     monkeypatch.setattr(regions, "form_of", found_by)
     monkeypatch.setattr(regions, "AS_GRAPHS", ("cpu",))

@@ -126,7 +126,7 @@ def test_what_a_few_samples_leave_no_doubt_of_is_not_sampled_on(
     assert (rounds < 2 * ENOUGH) == is_plain
 
 
-@pytest.mark.parametrize(("after_s", "rounds"), [(0.7, 3), (0.9, 6), (1.0, 6), (1.1, 3)])
+@pytest.mark.parametrize(("after_s", "rounds"), [(0.7, 3), (0.9, 6), (1.0, 6), (1.1, 6), (1.3, 3)])
 def test_costly_calls_are_sampled_until_it_is_plain_who_is_faster(
     after_s: float, rounds: int, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
