@@ -38,11 +38,11 @@ from ampopt.search.waiting_threads import fewer_threads_if_they_wait
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_CAPTURE,
-    CALLS_TO_COMPARE,
     CALLS_TO_LOOK,
     DEFAULT_CALLS,
     DEFAULT_S,
     MODULE_S,
+    WHOLE,
     Budget,
     calls_to_verify,
     default_budget_s,
@@ -288,7 +288,7 @@ def _rehearses(options: Options) -> bool:
 
 
 CALLS_FOR_ONE_PASS = (
-    CALLS_TO_LOOK + CALLS_TO_CAPTURE + calls_to_verify(draws=0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
+    CALLS_TO_LOOK + CALLS_TO_CAPTURE + calls_to_verify(draws=0) + CALLS_OF_A_TRIAL + WHOLE.calls
 )
 """Number of calls in which one pass can be judged."""
 

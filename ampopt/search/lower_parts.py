@@ -38,7 +38,7 @@ from ampopt.search.served_part import ServedPart
 from ampopt.search.subject import rest_s
 from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck, all_finite
-from ampopt.system.budget import CALLS_OF_A_TRIAL, calls_to_compare, calls_to_verify
+from ampopt.system.budget import CALLS_OF_A_TRIAL, calls_to_verify, finish_of
 from ampopt.system.interrupts import check_interrupted, interruptible
 from ampopt.system.wording import argument
 
@@ -352,7 +352,7 @@ class LowerParts:
 
 def _fewest_calls(call_s: float) -> int:
     """Number of calls of a submodule for which its share has to last. Else FP32 keeps the whole time."""
-    return calls_to_verify(0) + CALLS_OF_A_TRIAL + calls_to_compare(call_s, is_part=True)
+    return calls_to_verify(0) + CALLS_OF_A_TRIAL + finish_of(call_s, is_part=True).calls
 
 
 class _Lowered:

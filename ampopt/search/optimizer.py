@@ -38,7 +38,7 @@ from ampopt.search.search_plan import TRYING, Search, begin_ahead
 from ampopt.search.size_search import SHARE, find_sized_program
 from ampopt.search.trials import Progress
 from ampopt.search.tuning_cache import default_cache, key_of
-from ampopt.system.budget import CALLS_OF_A_TRIAL, COSTLY_CALL_S, Budget, calls_to_compare, calls_to_verify
+from ampopt.system.budget import CALLS_OF_A_TRIAL, COSTLY_PART, Budget, calls_to_verify, finish_of
 from ampopt.system.environment import environment
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted, held, interruptible
@@ -48,9 +48,6 @@ logger = logging.getLogger("ampopt")
 
 SETTLING = 0.1
 """Share of the time budget for verifying a winner after the budget is spent."""
-
-LEAST = 0.55
-"""Least share of the time budget for trying passes, also where calls take long in what follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +105,7 @@ class Optimizer:
             options = options.with_share(1 - SHARE)
         self._original, self._captured, self._options, self._started = original, captured, options, started
         self._progress, self._sandbox, self._max_captures = progress, sandbox, max_captures
-        self._rival, self._is_brief = rival, is_part and call_s >= COSTLY_CALL_S
-        self._calls_to_compare = calls_to_compare(call_s, is_part=is_part)
+        self._rival, self._finish = rival, finish_of(call_s, is_part=is_part)
         self._budget = Budget(started, options.budget_s)
         program = captured.program
         self.device = program.device
@@ -136,7 +132,7 @@ class Optimizer:
         likeliest, foreseen = self._candidates[-1], Foreseen()
         if self._known is None or likeliest.name not in self._known.recipes:
             foreseen = begin_ahead(likeliest.start(captured.program), self._pipeline, self._sandbox)
-        after = self._calls_to_compare + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
+        after = self._finish.calls + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
         for draws in range(effort.draws, -1, -1):
             needed_s = self._call_s * (calls_to_verify(draws) + after)
             self._why_not = self._budget.why_not(needed_s, self._call_s, "verifying and judging one pass")
@@ -174,9 +170,9 @@ class Optimizer:
         self._last = LastComparison(
             self._original, captured, self._verifier, self.ledger, self._lanes, self._bound
         )
-        finishing_s = self._verifier.settling_s(self._call_s) + 2 * self._calls_to_compare * self._call_s
+        finishing_s = self._verifier.settling_s(self._call_s) + 2 * self._finish.calls * self._call_s
         shares = TRYING * options.budget_s, options.budget_s - finishing_s
-        trying_s = max(min(shares), LEAST * options.budget_s)
+        trying_s = max(min(shares), self._finish.least * options.budget_s)
         self._manager = PassManager(
             captured.program,
             self._verifier,
@@ -238,7 +234,8 @@ class Optimizer:
                 self.ledger.lanes.clear()
                 self._summarize()
             budget = Budget(self._started, self._options.budget_s)
-            chosen.append(self._last.choose(self._states, self._module, None if self._is_brief else budget))
+            own = None if self._finish is COSTLY_PART else budget
+            chosen.append(self._last.choose(self._states, self._module, own))
 
         for _ in range(1 if self.interrupted else 2):
             if self.interrupted:

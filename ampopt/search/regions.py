@@ -45,8 +45,9 @@ THREADS_OF_THEIR_OWN = ("onnx-runtime", "openvino")
 FIRST_SHARE = 0.75
 """Share of the time for submodules on a CPU in which they may have such engines."""
 
-CONTENDED = 1.25
-"""How many times longer than expected a call may take before parts are tried without such engines."""
+CONTENDED, UNCONTENDED_S = 1.25, 1.0  # threads wait for 18 ms after an operator
+"""How many times longer than expected a call may take before parts are tried without such engines, and from
+which duration in seconds on it does not take longer for their threads."""
 
 JUDGING = 0.9
 """Share of the time budget after which nothing is tried; the rest is for comparing the whole."""
@@ -162,6 +163,7 @@ class PartwiseOptimizer:
         inside = min(sum(took) / call_s, 1.0) if call_s else 1.0
         now = time.perf_counter()
         has_second = bool(regions) and self._device.type == "cpu" and self._may_have_threads_of_their_own()
+        has_second = has_second and call_s < UNCONTENDED_S
         first, least = self._part_options, 1 - MOST_BETWEEN
         if inside < LITTLE:
             first, least = self._modest(has_second), LITTLE_TIME

@@ -49,14 +49,8 @@ graph is called once.
 FLOAT64 = 3
 """How many times longer a call takes in float64."""
 
-CALLS_TO_COMPARE = 45
-"""Number of calls of the shortest last comparison: original, eager and best in six rounds, and checks."""
-
 COSTLY_CALL_S = 0.5
 """From this duration on calls are costly: a minute has too few of them to be spent on what is plain."""
-
-CALLS_TO_COMPARE_A_PART = 24
-"""Number of calls of the shortest last comparison of a part whose calls are costly: of its lanes alone."""
 
 FAULTS = 2
 """Number of inputs with NaN or infinity, for which references are computed, too."""
@@ -106,9 +100,28 @@ def default_budget_s(call_s: float, capture_s: float = 0.0) -> float:
     return min(max(DEFAULT_S, DEFAULT_CALLS * call_s, for_graph), MOST_BY_DEFAULT_S)
 
 
-def calls_to_compare(call_s: float, *, is_part: bool) -> int:
-    """Calls of the last comparison of a model, or of a part of one, that takes `call_s` seconds a call."""
-    return CALLS_TO_COMPARE_A_PART if is_part and call_s >= COSTLY_CALL_S else CALLS_TO_COMPARE
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What follows the search.
+
+    `calls`: the number of calls of the shortest last comparison. `least`: the least share of the time budget
+    for trying passes, also where calls take long in what follows.
+    """
+
+    calls: int
+    least: float
+
+
+WHOLE = Finish(45, 0.55)
+"""Original, eager and best are compared in six rounds, and checked."""
+
+COSTLY_PART = Finish(24, 0.75)
+"""Of a part whose calls are costly the lanes alone are compared: an engine takes 30 calls to be judged."""
+
+
+def finish_of(call_s: float, *, is_part: bool) -> Finish:
+    """That of a model, or of a part of one, that takes `call_s` seconds a call."""
+    return COSTLY_PART if is_part and call_s >= COSTLY_CALL_S else WHOLE
 
 
 def calls_to_verify(draws: int) -> int:

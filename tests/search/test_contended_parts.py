@@ -27,7 +27,8 @@ from tests.search.test_regions import Branching
 
 pytestmark = pytest.mark.usefixtures("quick")
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0)).abs()
-PART_S, REST_S = 1.0, 0.5
+PART_S, REST_S = 0.02, 0.01
+FAST_S = 0.1 * PART_S
 
 
 def times(seconds: float) -> Measurement:
@@ -62,7 +63,7 @@ class Searches:
     ) -> Any:
         self.excluded.append({*options.exclude})
         self.precisions.append(options.precision)
-        lane = LaneSummary("fp32", "float32", times(PART_S), None, times(0.1), 0.0, self.passes.pop(0))
+        lane = LaneSummary("fp32", "float32", times(PART_S), None, times(FAST_S), 0.0, self.passes.pop(0))
         report = Ledger("Branching", {}, (), lanes={"fp32": lane}, chosen="fp32")
         return SimpleNamespace(
             modules={}, reports={"bright": report}, notes=[f"of search {len(self.excluded)}"],
@@ -87,8 +88,8 @@ def decided(ratio: float) -> Compared:
     return Compared(times(ratio), times(1.0), Gain(ratio, ratio, ratio), None)
 
 
-CONTENDING = REST_S + 0.1 + 1.0
-PROMISED = REST_S + 0.1
+CONTENDING = REST_S + FAST_S + PART_S
+PROMISED = REST_S + FAST_S
 
 
 @pytest.mark.parametrize("engine", THREADS_OF_THEIR_OWN)
@@ -139,6 +140,19 @@ def test_time_is_kept_for_the_second_search_only_where_there_may_be_one(
         optimize(exclude=exclude, budget_s=1000.0)
         shares += searches.shares
     assert shares[0] / shares[1] == pytest.approx(FIRST_SHARE, rel=0.05)
+
+
+@pytest.mark.parametrize(("call_s", "share"), [(0.9, FIRST_SHARE), (1.1, 1.0)])
+def test_long_calls_keep_no_time_for_a_second_search(
+    call_s: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = []
+    for exclude in ((), THREADS_OF_THEIR_OWN):
+        searches = Searches(monkeypatch, ("onnx-runtime",), compared=[found(PROMISED)])
+        monkeypatch.setattr(regions, "seconds_of_a_call", lambda *_: call_s)
+        optimize(exclude=exclude, budget_s=1000.0)
+        shares += searches.shares
+    assert shares[0] / shares[1] == pytest.approx(share, rel=0.05)
 
 
 def test_parts_that_take_little_of_a_call_are_made_without_such_engines_at_once_and_get_little_time(

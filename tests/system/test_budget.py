@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ampopt.ir.capture import Captured, capture
 from ampopt.measure.entry import ORIGINAL
-from ampopt.system.budget import MARGIN_S, Budget
+from ampopt.system.budget import COSTLY_CALL_S, COSTLY_PART, MARGIN_S, WHOLE, Budget, Finish, finish_of
 from tests.support.planted import optimize
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -31,6 +31,16 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("call_s", "is_part", "finish"),
+    [(0.01, True, WHOLE), (10.0, False, WHOLE), (COSTLY_CALL_S, True, COSTLY_PART)],
+)
+def test_only_parts_whose_calls_are_costly_are_compared_briefly(
+    call_s: float, is_part: bool, finish: Finish
+) -> None:
+    assert finish_of(call_s, is_part=is_part) is finish
 
 
 @pytest.fixture
