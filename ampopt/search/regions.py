@@ -34,7 +34,7 @@ from ampopt.search.region import Region
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck
-from ampopt.system.budget import COSTLY_CALL_S, Budget
+from ampopt.system.budget import COSTLY_CALL_S, WHOLE, Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible
 from ampopt.system.wording import argument
@@ -67,8 +67,7 @@ TRACING = 1.5
 COMPARING_S, UNDECIDED_S = 1.0, 2.5
 """Time in seconds of comparing calls of two forms of the model, and then where it is not decided.
 
-A second has six calls of a detector of 60 ms with each.
-"""
+A second has six calls of a detector of 60 ms with each."""
 
 
 class PartwiseOptimizer:
@@ -130,6 +129,7 @@ class PartwiseOptimizer:
             inside, args, kwargs = original_call(self._form, self._args, self._kwargs)
             if self._budget.left_s > 0:
                 call_s = seconds_of_a_call(inside, args, kwargs, self._options.budget_s)
+                self._end = min(self._end, self._started + self._options.budget_s - WHOLE.calls * call_s)
         was_cut_off = self._optimize_submodules(found.regions, call_s)
         if not was_cut_off and time.perf_counter() + TRACING * self._capture_s < self._end_between:
             was_cut_off = self._optimize_between()
@@ -353,8 +353,8 @@ class PartwiseOptimizer:
 
         long_s = HEADLINE * self._options.budget_s
         with torch.no_grad(), untouched_rng(self._device):
-            calls = lambda: inside(*own_args, **own_kwargs), serve
-            before, after = (latency(call, self._device) for call in calls)
+            before = latency(lambda: inside(*own_args, **own_kwargs), self._device)
+            after = latency(serve, self._device)
             found = compare_fairly(before, after, seconds=min(long_s, self._budget.rest_s))
             if not found.gain.is_told and self._budget.rest_s > long_s:
                 found = compare_fairly(before, after, seconds=self._budget.rest_s)
@@ -378,10 +378,10 @@ class PartwiseOptimizer:
         """The whole in FP32 where lower precision serves, or the other way round, if both were compared."""
         if self._parts is None or (found := self._parts.lower.compared) is None:
             return []
-        passes = tuple(self._ledger.regions)
+        other = FP32, before, found.fp32, found.error
         if served is FP32:
-            return [_summary(found.lane, before, found.lower, found.lower_error, passes)]
-        return [_summary(FP32, before, found.fp32, found.error, passes)]
+            other = found.lane, before, found.lower, found.lower_error
+        return [_summary(*other, tuple(self._ledger.regions))]
 
     @property
     def _lower_lanes(self) -> Mapping[str, Lane]:

@@ -155,6 +155,16 @@ def test_long_calls_keep_no_time_for_a_second_search(
     assert shares[0] / shares[1] == pytest.approx(share, rel=0.05)
 
 
+@pytest.mark.parametrize(("call_s", "end_s"), [(0.1, 900.0), (10.0, 550.0)])
+def test_time_is_left_for_the_last_comparison_of_long_calls(
+    call_s: float, end_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = Searches(monkeypatch, ("compile",), compared=[])
+    monkeypatch.setattr(regions, "seconds_of_a_call", lambda *_: call_s)
+    optimize(exclude=THREADS_OF_THEIR_OWN, budget_s=1000.0)
+    assert searches.shares == [pytest.approx(end_s, rel=0.05)]
+
+
 def test_parts_that_take_little_of_a_call_are_made_without_such_engines_at_once_and_get_little_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
