@@ -23,7 +23,7 @@ SETTLED = 8
 """After so many calls a subject takes about what it takes in a loop, however short they are."""
 
 FEW, PLAIN = 3, 1.25
-"""After so many rounds costly calls may tell who is faster, if one is by this factor in each of them.
+"""After so many rounds costly calls tell who is faster, if one is by this factor in each of them.
 
 What disturbs a call for milliseconds is a small share of them.
 """
@@ -113,6 +113,11 @@ class Gain:
         return self.is_real or self.is_loss
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all of the interval is on one side of a factor of `PLAIN`."""
+        return self.low > PLAIN or self.high < 1 / PLAIN
+
+    @property
     def is_vague(self) -> bool:
         """Whether the ends of the interval are further apart than `TOO_WIDE`."""
         return self.high > TOO_WIDE * self.low
@@ -142,9 +147,8 @@ def gain(before: Measurement, after: Measurement) -> Gain:
 
 def tells_soon(before: Measurement, after: Measurement) -> bool:
     """Whether few rounds of costly calls tell which is faster, though an interval of 95 % would need six."""
-    found, call_s = gain(before, after), min(before.median, after.median)
-    is_plain = found.low > PLAIN or found.high < 1 / PLAIN
-    return is_plain and call_s >= COSTLY_CALL_S and len(before.samples) >= FEW
+    is_costly = min(before.median, after.median) >= COSTLY_CALL_S
+    return is_costly and len(before.samples) >= FEW and gain(before, after).is_plain
 
 
 def joined(first: Measurement, second: Measurement) -> Measurement:

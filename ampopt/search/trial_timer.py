@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory
 from ampopt.measure.entry import Timing
-from ampopt.measure.sampling import PLAIN, Gain, Measurement, Sampler, gain, interleave, joined, tells_soon
+from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, joined, tells_soon
 from ampopt.search.subject import Subject, rest_s
 from ampopt.search.trial import Trial
 
@@ -18,7 +18,7 @@ DEVICE_S = 0.15
 """Time in seconds of a comparison on the device clock, whose samples agree within a thousandth."""
 
 ENOUGH = 10
-"""Where an interval of so many rounds lies on one side of `PLAIN`, more samples change no verdict."""
+"""Where so many rounds tell plainly which is faster, see `Gain.is_plain`, more samples change no verdict."""
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
@@ -107,8 +107,7 @@ def _still_open(timed: Mapping[str, Measurement]) -> list[str]:
 
 def _is_plain(timed: Mapping[str, Measurement]) -> bool:
     before, after = timed["before"], timed["after"]
-    found, is_long = gain(before, after), len(before.samples) >= ENOUGH
-    return tells_soon(before, after) or (is_long and (found.low > PLAIN or found.high < 1 / PLAIN))
+    return tells_soon(before, after) or (len(before.samples) >= ENOUGH and gain(before, after).is_plain)
 
 
 def _sampler(subject: Subject, runs: bool) -> Sampler:
