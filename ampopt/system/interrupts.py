@@ -3,8 +3,8 @@
 Python raises KeyboardInterrupt between any two instructions: also while a global switch is restored or the
 best program is replaced. Within `watched` it is raised in `interruptible` blocks only, and there not while a
 context manager is entered or left, an object is finalized or a module is imported: it is then raised some
-milliseconds later. If C++ code or a finalizer swallows it, or converts it to another exception, it is raised
-again by `check_interrupted` and at the end of the block.
+milliseconds later, or by `check_interrupted` or at the end of the block, whichever comes first. If C++ code
+or a finalizer swallows it, or converts it to another exception, these raise it again.
 
 Only the main thread gets signals: in other threads, or if the program has its own signal handler, nothing is
 delayed.
@@ -37,16 +37,24 @@ class _Watch:
         self.block: FrameType | None = None
         """The function whose `interruptible` block is being executed."""
         self.is_waiting = False
-        """One has struck outside of such a block."""
+        """One has struck outside of such a block, or in the midst of what is not cut off."""
         self.is_owed = False
         """One was raised, and has not arrived at the end of its block yet."""
+        self._is_sent_again = False
+        """The next signal is one that was waiting, sent once more."""
         self._has_ended, self._ending = False, threading.Lock()
 
     def strike(self, _number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
+        if self._is_sent_again:
+            self._is_sent_again = False
+            if not self.is_waiting:
+                return  # `check_interrupted` has raised it meanwhile
+            self.is_waiting = False
         if self.block is None:
             self.is_waiting = True
         elif self._is_in_the_midst(frame):
+            self.is_waiting = True
             _thread.start_new_thread(self._strike_again, ())  # `threading` takes locks that may be held here
         else:
             self.is_owed = True
@@ -63,7 +71,8 @@ class _Watch:
         """Send the signal once more, a little later."""
         threading.Event().wait(AGAIN_S)
         with self._ending:
-            if not self._has_ended:
+            if not self._has_ended and self.is_waiting:
+                self._is_sent_again = True
                 _interrupt_main()
 
     def end(self) -> None:
